@@ -1,0 +1,440 @@
+"""vLLM-Omni as the rollout: a fused, tensor-parallel model in a `World`, with vLLM-Omni's own LoRA manager.
+
+Everything that computes is upstream's: the fused model class, vLLM's parallel linears, ``DiffusionLoRAManager`` and its LoRA layers. What is ours
+is the process group set-up, the hand-over of tensors in memory, and reading state back from the ranks.
+
+What is specific to one model (its class, its names, its forward arguments) is a `FusedModel`, which the port provides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Trajectory, probe
+from loudfail.harness.violation import Unavailable
+from loudfail.harness.world import Rank, World
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What the server imports before ranks are forked.
+PRELOAD = ("loudfail.harness.engines.vllm_omni_imports",)
+
+
+class FusedModel(Protocol):
+    """What a port says of its fused model. Instances are sent to the ranks, so they hold plain data only."""
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """Construct the engine's model class inside the current vLLM configuration, in ``dtype``."""
+
+    def load(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the actor's state dict through the engine's own loader."""
+
+    def hand_over(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, degree: int) -> dict[str, LoRAParts]:
+        """Actor LoRA state → engine module name → its A and B parts (one a slice for fused layers)."""
+
+    def actor_names(self, module: str, slices: int) -> list[str]:
+        """Actor projection for each slice of an engine module; ``projection[a:b]`` for a part of one, as fractions of its rows in quarters of text
+        such as ``ff.net.0.proj#1/2`` (second half)."""
+
+    def packed_modules(self) -> dict[str, list[str]]:
+        """Fused layer's leaf name → leaf names of its slices, for the manager's mapping."""
+
+    def velocity(self, model: nn.Module, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+        """One call in Loudfail's convention."""
+
+    def rollout(self, model: nn.Module, noise: dict[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        """The engine's own loop."""
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]: ...
+
+    def buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """What the engine computes itself and does not get from the actor, such as a rotary table."""
+
+
+@dataclass
+class LoRAParts:
+    """A and B of one engine module: one pair, or one a slice of a fused layer. Scale alpha / r is *not* folded in."""
+
+    a: list[torch.Tensor]
+    b: list[torch.Tensor]
+
+
+class VllmOmniRollout:
+    """`loudfail.harness.port.Rollout` on vLLM-Omni.
+
+    Args:
+        model: what is specific to the model.
+        degree: tensor-parallel degree; that many ranks.
+        dtype: ``float32`` or ``bfloat16``.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        Unavailable: vllm or vllm-omni is not installed.
+        RankError: a rank failed while it was built.
+    """
+
+    def __init__(self, model: FusedModel, degree: int, *, dtype: str = "float32", device: str = "cpu", timeout: float | None = None) -> None:
+        require_installed()
+        self.model, self.degree, self.dtype, self.device = model, degree, dtype, device
+        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= degree else "gloo"
+        self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Build the model afresh in every rank, without weights and adapter: after a patch of upstream classes."""
+        self.world.call(build, self.model, self.dtype)
+        self._loaded = False
+
+    def load_base(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self._loaded:  # vLLM repacks weights after loading on a CPU, so a second load needs a fresh model
+            self.rebuild()
+        self.world.call(load_base, dict(state))
+        self._loaded = True
+
+    def base_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
+        response = self._reassemble(self.world.call(base_response, count, seed))
+        buffers = self.world.call(read_buffers)
+        for name, value in buffers[0].items():
+            for rank, other in enumerate(buffers[1:], 1):
+                if not torch.equal(value, other[name]):
+                    raise RuntimeError(f"buffer {name} of rank {rank} differs from that of rank 0")
+            response[f"buffer:{name}"] = value
+        return response
+
+    def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
+        reports = self.world.call(set_adapter, dict(state), config, version)
+        if any(report != reports[0] for report in reports):
+            raise RuntimeError(f"the ranks bound different adapters: {reports}")
+        return reports[0]
+
+    def remove_adapter(self) -> None:
+        self.world.call(remove_adapter)
+
+    def adapter_version(self) -> int | None:
+        versions = self.world.call(adapter_version)
+        if any(version != versions[0] for version in versions):
+            raise RuntimeError(f"the ranks have different adapters active: {versions}")
+        return versions[0]
+
+    def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
+        return self._reassemble(self.world.call(delta_response, count, seed))
+
+    def velocity(self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+        return self.replicated(latents, sigmas, conditions)[0]
+
+    def replicated(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> list[dict[str, torch.Tensor]]:
+        return self.world.call(velocity, dict(latents), dict(sigmas), list(conditions))
+
+    def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        return self.world.call(rollout, dict(noise), calls, list(conditions))[0]
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        return self.world.call(grid, calls)[0]
+
+    def classes(self) -> list[str]:
+        return self.world.call(classes)[0]
+
+    def patch(self, enter: Callable[[Any], AbstractContextManager[Any]], argument: Any = None) -> None:
+        """Enter a module-level context manager function in every rank; `unpatch` leaves it. For faults in upstream classes."""
+        self.world.call(enter_patch, enter, argument)
+
+    def unpatch(self) -> int:
+        """Leave all patches; how often they fired, summed over ranks."""
+        return sum(self.world.call(leave_patches))
+
+    def close(self) -> None:
+        self.world.close()
+
+    def _reassemble(self, ranks: list[dict[str, Shard]]) -> dict[str, torch.Tensor]:
+        """Shards of all ranks → full tensors under the actor's names."""
+        full: dict[str, torch.Tensor] = {}
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        for name in ranks[0]:
+            shards = [rank[name] for rank in ranks]
+            for index, slices in enumerate(zip(*(shard.slices for shard in shards), strict=True)):
+                if shards[0].join == "columns":
+                    whole = torch.cat(slices, dim=0)
+                elif shards[0].join == "rows":
+                    whole = torch.cat(slices, dim=1)
+                elif shards[0].join == "sum":
+                    whole = torch.stack(slices).sum(dim=0)
+                else:
+                    for rank, piece in enumerate(slices[1:], 1):
+                        if not torch.equal(piece, slices[0]):
+                            raise RuntimeError(f"{name} should be the same in every rank, but rank {rank} differs from rank 0")
+                    whole = slices[0]
+                module, _, leaf = name.rpartition(".")
+                actor = self.model.actor_names(module, len(shards[0].slices))[index] if leaf in ("weight", "bias", "delta") else name
+                target, _, place = actor.partition("#")
+                key = f"{target}.{leaf}" if leaf != "delta" else target
+                if place:
+                    half, of = map(int, place.split("/"))
+                    parts.setdefault(f"{key}#{of}", {})[half] = whole
+                else:
+                    full[key] = whole
+        for key, pieces in parts.items():
+            name, _, of = key.partition("#")
+            if sorted(pieces) != list(range(int(of))):
+                raise RuntimeError(f"{name}: parts {sorted(pieces)} of {of} came back")
+            full[name] = torch.cat([pieces[i] for i in range(int(of))], dim=0)
+        return full
+
+
+def require_installed() -> None:
+    """Raise `Unavailable` with the way to install the engine, unless it is there."""
+    import importlib.util
+
+    missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Unavailable(f"{' and '.join(missing)} not installed; on a CPU: pip install 'loudfail[cpu]', on a GPU: pip install 'loudfail[gpu]'")
+
+
+# ------------------------------------------------------------------------------------------------------- what follows runs in the ranks
+
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass
+class Shard:
+    """What one rank holds of a tensor: its slices (several for fused layers) and how ranks join: ``columns`` (output rows), ``rows`` (input columns),
+    ``sum`` (partial sums), ``same`` (replicated)."""
+
+    join: str
+    slices: list[torch.Tensor]
+
+
+class Pipeline(torch.nn.Module):
+    """The part of a vLLM-Omni pipeline that its LoRA manager needs: the model under the name ``transformer``, slice names of fused layers, and a
+    loader that takes tensors from memory through the manager's own hook."""
+
+    def __init__(self, transformer: torch.nn.Module, packed: dict[str, list[str]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.stacked_params_mapping = [(f".{fused}", f".{part}", index) for fused, parts in packed.items() for index, part in enumerate(parts)]
+        self.lora_dtype = dtype
+        self.pending: dict[int, tuple[dict[str, LoRAParts], AdapterConfig]] = {}
+
+    def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:
+        """Build the manager's adapter from `pending` (called by ``DiffusionLoRAManager._load_adapter``)."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+        from vllm.lora.peft_helper import PEFTHelper
+
+        parts, config = self.pending.pop(lora_request.lora_int_id)
+        loras: dict[str, Any] = {}
+        for module, part in parts.items():
+            a, b = [t.to(dtype) for t in part.a], [t.to(dtype) for t in part.b]
+            if len(a) == 1:
+                loras[module] = LoRALayerWeights(module_name=module, rank=config.rank, lora_alpha=config.alpha, lora_a=a[0], lora_b=b[0])
+            else:
+                loras[module] = PackedLoRALayerWeights(
+                    module_name=module,
+                    rank=config.rank,
+                    lora_alphas=[config.alpha] * len(a),
+                    lora_a=a,
+                    lora_b=b,
+                    scaling=[config.scale] * len(a),
+                )
+        helper = PEFTHelper.from_dict({"r": config.rank, "lora_alpha": config.alpha, "target_modules": sorted({m.rsplit(".", 1)[-1] for m in parts})})
+        return LoRAModel(lora_request.lora_int_id, config.rank, loras), helper
+
+
+def start(rank: Rank) -> None:
+    """Process groups of vLLM and vLLM-Omni's tensor parallelism."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
+    # vLLM-Omni's projection cache sends.
+    os.environ["VLLM_DIST_IDENT"] = f"loudfail-{rank.rank}"
+    if rank.device == "cuda":
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    config = VllmConfig(device_config=DeviceConfig(device=rank.device))
+    context = set_current_vllm_config(config)
+    context.__enter__()
+    rank.state["vllm"] = context  # kept for the life of the rank
+    if rank.device == "cuda" and rank.backend == "gloo":
+        parallel_state.set_custom_all_reduce(False)
+    parallel_state.init_distributed_environment(
+        world_size=rank.size, rank=rank.rank, distributed_init_method=rank.rendezvous, local_rank=rank.rank, backend=rank.backend
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
+
+
+def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
+
+    torch_dtype = getattr(torch, dtype)
+    model = spec.build(torch_dtype).to(rank.device).eval()
+    pipeline = Pipeline(model, spec.packed_modules(), torch_dtype)
+    rank.state.update(
+        spec=spec,
+        pipeline=pipeline,
+        linears={name: module for name, module in model.named_modules() if isinstance(module, LinearBase)},
+        manager=DiffusionLoRAManager(pipeline, torch.device(rank.device), torch_dtype, max_cached_adapters=2),
+    )
+
+
+@torch.no_grad()
+def load_base(rank: Rank, state: dict[str, torch.Tensor]) -> None:
+    rank.state["spec"].load(rank.state["pipeline"].transformer, state)
+    for module in rank.state["linears"].values():
+        module.quant_method.process_weights_after_loading(module)
+
+
+def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
+    from vllm.lora.request import LoRARequest
+
+    manager, pipeline = rank.state["manager"], rank.state["pipeline"]
+    parts = rank.state["spec"].hand_over(state, config, rank.size)
+    old = manager.list_adapters()
+    pipeline.pending[version] = (parts, config)
+    manager.set_active_adapter(LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep))  # an existing path; nothing is read from it
+    for adapter in old:
+        if adapter != version:
+            manager.remove_adapter(adapter)
+    pipeline.pending.clear()
+    active = sum(any(layer._diffusion_lora_active_slices) for layer in manager._lora_modules.values())
+    return BindReport(version=version, registered=len(parts), bound=active)
+
+
+def remove_adapter(rank: Rank) -> None:
+    manager = rank.state["manager"]
+    manager.set_active_adapter(None)
+    for adapter in manager.list_adapters():
+        manager.remove_adapter(adapter)
+
+
+def adapter_version(rank: Rank) -> int | None:
+    return rank.state["manager"]._active_adapter_id
+
+
+@torch.inference_mode()
+def velocity(rank: Rank, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: list[Conditions]) -> dict[str, torch.Tensor]:
+    result = rank.state["spec"].velocity(rank.state["pipeline"].transformer, latents, sigmas, conditions)
+    return {modality: value.float().cpu() for modality, value in result.items()}
+
+
+@torch.inference_mode()
+def rollout(rank: Rank, noise: dict[str, torch.Tensor], calls: int, conditions: list[Conditions]) -> Trajectory:
+    return rank.state["spec"].rollout(rank.state["pipeline"].transformer, noise, calls, conditions)
+
+
+def grid(rank: Rank, calls: int) -> dict[str, torch.Tensor]:
+    return rank.state["spec"].grid(calls)
+
+
+def classes(rank: Rank) -> list[str]:
+    pipeline, manager = rank.state["pipeline"], rank.state["manager"]
+    kinds = {type(pipeline.transformer), type(manager)} | {type(module) for module in rank.state["linears"].values()}
+    kinds |= {type(layer) for layer in manager._lora_modules.values()}
+    return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def _slices(module: Any) -> tuple[str, list[int]]:
+    """How a linear is sharded, and its local output sizes (one a fused slice)."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+    if isinstance(module, QKVParallelLinear):
+        q, kv = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        return "columns", [q, kv, kv]
+    if isinstance(module, ColumnParallelLinear):
+        return "columns", list(module.output_partition_sizes)
+    if isinstance(module, RowParallelLinear):
+        return "rows", [module.output_size]
+    return "same", [module.output_size]
+
+
+@torch.inference_mode()
+def base_response(rank: Rank, count: int, seed: int) -> dict[str, Shard]:
+    """Every linear's own product with seeded inputs, its bias, and every other parameter as it is, under the engine's names."""
+    result: dict[str, Shard] = {}
+    model, linears = rank.state["pipeline"].transformer, rank.state["linears"]
+    for name, module in linears.items():
+        join, sizes = _slices(module)
+        x = _local_probe(rank, module, join, count, seed, next(module.parameters()).dtype)
+        product = module.quant_method.apply(module, x).float().cpu()
+        result[f"{name}.weight"] = Shard("sum" if join == "rows" else join, [piece.T.contiguous() for piece in product.split(sizes, dim=1)])
+    for name, parameter in model.named_parameters():
+        clean = name.replace(".base_layer.", ".")
+        module_name, _, leaf = clean.rpartition(".")
+        value = parameter.detach().float().cpu()
+        if module_name not in linears:
+            result[clean] = Shard("same", [value])
+        elif leaf == "bias":
+            join, sizes = _slices(linears[module_name])
+            result[clean] = Shard("same" if join == "rows" else join, [value] if join == "rows" else list(value.split(sizes)))
+    return result
+
+
+def _local_probe(rank: Rank, module: Any, join: str, count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    x = probe(module.input_size, count, seed)
+    if join == "rows":
+        x = x.chunk(rank.size, dim=1)[rank.rank].contiguous()
+    return x.to(rank.device, dtype)
+
+
+def read_buffers(rank: Rank) -> dict[str, torch.Tensor]:
+    return {name: value.detach().float().cpu() for name, value in rank.state["spec"].buffers(rank.state["pipeline"].transformer).items()}
+
+
+@torch.inference_mode()
+def delta_response(rank: Rank, count: int, seed: int) -> dict[str, Shard]:
+    """What each wrapped layer's own ``apply`` adds for the adapter, on seeded inputs, with its base output replaced by zeros."""
+    result: dict[str, Shard] = {}
+    for full_name, layer in rank.state["manager"]._lora_modules.items():
+        name = full_name.split(".", 1)[1]
+        base = layer.base_layer
+        join, sizes = _slices(base)
+        x = _local_probe(rank, base, join, count, seed, layer.lora_a_stacked[0].dtype)
+        with _zero_base(base, sum(sizes)):
+            delta = layer.apply(x).float().cpu()
+        result[f"{name}.delta"] = Shard("sum" if join == "rows" else join, [piece.T.contiguous() for piece in delta.split(sizes, dim=1)])
+    return result
+
+
+class _zero_base:
+    """Replace a linear's own product by zeros for one call, so that what remains is exactly the adapter's part."""
+
+    def __init__(self, base: Any, width: int) -> None:
+        self.base, self.width, self.original = base, width, base.quant_method
+
+    def __enter__(self) -> None:
+        width = self.width
+
+        class Zeros:
+            @staticmethod
+            def apply(layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+                return x.new_zeros(*x.shape[:-1], width)
+
+        self.base.quant_method = Zeros()
+
+    def __exit__(self, *_: object) -> None:
+        self.base.quant_method = self.original
+
+
+def enter_patch(rank: Rank, enter: Callable[[Any], AbstractContextManager[Any]], argument: Any) -> None:
+    context = enter(argument) if argument is not None else enter()  # type: ignore[call-arg]
+    fired = context.__enter__()
+    rank.state.setdefault("patches", []).append((context, fired))
+
+
+def leave_patches(rank: Rank) -> int:
+    count = 0
+    for context, fired in reversed(rank.state.pop("patches", [])):
+        context.__exit__(None, None, None)
+        count += int(getattr(fired, "count", 0))
+    return count

@@ -1,0 +1,19 @@
+"""The heavy imports of the rollout, done once in the server that ranks are forked from. Quiet, and harmless where an import fails: ranks report it."""
+
+import contextlib
+import logging
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+logging.disable(logging.WARNING)
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401
+    import vllm  # noqa: F401
+    import vllm.distributed  # noqa: F401
+    import vllm.lora.lora_model  # noqa: F401
+    import vllm_omni.diffusion.lora.manager  # noqa: F401
+
+    import loudfail.harness.engines.vllm_omni  # noqa: F401

@@ -1,0 +1,400 @@
+"""The port: everything that is specific to a model, behind one convention.
+
+A port is one class in one file. It speaks Loudfail's convention to the outside; the model's own signs, time labels and layouts stay inside it,
+which is what is being proved. The convention, for every modality on its own::
+
+    sigma in [0, 1], 1 = noise        x_sigma = (1 - sigma) * x0 + sigma * noise
+    velocity v = noise - x0           x0 = x_sigma - sigma * v
+
+Latents are dictionaries from modality to ``(B, *shape)`` float32; sigmas are dictionaries from modality to ``(B,)`` float32: one sigma a sample
+*and* a modality. The samples of one batch share their extent and nothing else: prompts, conditions and sigmas may all differ.
+
+Seams are groups of methods. A port that does not override all methods of a seam does not offer it: checks that need it are *uncovered*, which
+is counted and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from loudfail.harness.case import Case
+from loudfail.harness.violation import Uncovered
+
+if TYPE_CHECKING:
+    import torch
+
+    Latents = Mapping[str, torch.Tensor]
+    Sigmas = Mapping[str, torch.Tensor]
+
+#: Seam → the methods that make it up.
+SEAMS: dict[str, tuple[str, ...]] = {
+    "objective": ("shapes", "conditions", "grid", "predict_velocity"),
+    "packing": ("pack", "unpack", "observe"),
+    "vendor": ("vendor_rollout", "vendor_grid"),
+    "adapter": ("projections", "add_adapter", "adapter_names", "adapter_state", "load_adapter", "using", "select_trainable", "trainable", "base_state"),
+    "engine": ("engine",),
+    "prompt": ("tokenize", "encode_prompt", "rollout_prompt"),
+    "media": ("decode",),
+    "reward": ("score",),
+    "condition": ("given_latents", "observe"),
+    "trained": ("trained_batch",),
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA configuration: rank r, alpha (the effective scale is alpha / r), and the suffixes of the projections that it adapts."""
+
+    rank: int = 64
+    alpha: float = 128.0
+    targets: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass
+class Conditions:
+    """What one sample is conditioned on.
+
+    Attributes:
+        prompt_ids: token ids of the prompt, as the dataset stores them.
+        embeds: prompt embedding ``(tokens, width)`` as the encoder gave it.
+        given: name of a condition (``first``, ``last``) → its clean latents.
+        extra: what else the port needs, opaque to everybody else.
+    """
+
+    prompt_ids: tuple[int, ...]
+    embeds: torch.Tensor
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """One model call of a rollout: latents and sigmas that went in, velocity that came out, latents after the step."""
+
+    latents: dict[str, torch.Tensor]
+    sigmas: dict[str, torch.Tensor]
+    velocity: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+@dataclass
+class Trajectory:
+    """A rollout, call by call."""
+
+    steps: list[Step]
+
+    @property
+    def final(self) -> dict[str, torch.Tensor]:
+        return self.steps[-1].after
+
+
+@dataclass
+class RowTable:
+    """What really enters the model for one sample, read off its own input, row by row of its sequence (or of its streams, one after another).
+
+    Attributes:
+        modality: modality of each row, ``"text"`` for text, in the model's order.
+        given: true for rows that are given, not generated.
+        sigma: the noise level that the model is told for each row, in this convention; NaN where it is told none.
+        position: rotary or positional coordinates, ``(rows, axes)``.
+        values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
+        output: modality → the raw output rows of the model for the same rows, with gradient retained if gradients are on; the port's sign is *not* applied.
+    """
+
+    modality: tuple[str, ...]
+    given: torch.Tensor
+    sigma: torch.Tensor
+    position: torch.Tensor
+    values: dict[str, torch.Tensor]
+    output: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def given_of(self, modality: str) -> torch.Tensor:
+        """The ``given`` flags of the rows of one modality."""
+        import torch
+
+        return self.given[torch.tensor([m == modality for m in self.modality], dtype=torch.bool)]
+
+    def sigma_of(self, modality: str) -> torch.Tensor:
+        import torch
+
+        return self.sigma[torch.tensor([m == modality for m in self.modality], dtype=torch.bool)]
+
+
+@dataclass
+class BindReport:
+    """What one adapter hand-over did, summed over ranks only where they agree: numbers of adapter tensors pairs registered and bound to a layer."""
+
+    version: int
+    registered: int
+    bound: int
+
+
+def probe(in_features: int, count: int, seed: int) -> torch.Tensor:
+    """The seeded inputs ``(count, in_features)`` on which engines measure what their layers do."""
+    import torch
+
+    return torch.randn(count, in_features, generator=torch.Generator().manual_seed(seed)) / in_features**0.5
+
+
+class Rollout(Protocol):
+    """The rollout engine of one tensor-parallel degree. Names of projections and parameters are the *actor's*; tensors are full, not shards."""
+
+    degree: int
+
+    def load_base(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the actor's base weights (full reload; what the engine computes itself, such as a rotary table, must be right afterwards too)."""
+
+    def base_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
+        """What the engine's base weights do, under the *actor's* parameter names: for each linear ``W @ x`` ``(out, count)`` on the seeded inputs of
+        `probe`, reassembled over ranks; every other parameter as it is; and the buffers that the engine computes itself under ``buffer:<name>``."""
+
+    def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
+        """Hand an adapter over in memory under a new version, replacing the active one.
+
+        Raises:
+            RuntimeError: the engine refuses it.
+        """
+
+    def remove_adapter(self) -> None:
+        """Back to the base model."""
+
+    def adapter_version(self) -> int | None:
+        """The version that is active in every rank; None when there is none.
+
+        Raises:
+            RuntimeError: the ranks disagree.
+        """
+
+    def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
+        """Projection → what its layer really adds for the active adapter, ``scale · B @ A @ x`` ``(out, count)`` on the seeded inputs of `probe`,
+        measured by running the engine's layer, reassembled over ranks. Projections without a LoRA layer are missing."""
+
+    def replicated(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> list[dict[str, torch.Tensor]]:
+        """`velocity` as each rank returned it, for the check that ranks agree."""
+
+    def velocity(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+        """One model call, in Loudfail's convention, with the active adapter."""
+
+    def rollout(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        """The engine's own sampling loop from the given noise."""
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        """The sigma grid that the engine's own loop walks for that many model calls, per modality, terminal 0 included."""
+
+    def classes(self) -> list[str]:
+        """Qualified names of the upstream classes that ran."""
+
+
+class Port:
+    """Base class of ports. Subclasses override the methods of the seams that they offer.
+
+    Class attributes:
+        name: short name, shown in reports.
+        modalities: generated modalities, in the order in which noise is drawn.
+        extents: axis → sizes that checks may draw, smallest first.
+        givens: condition modes that checks may draw; ``()`` is none.
+        adapter: the LoRA configuration under test.
+    """
+
+    name: str = "unnamed"
+    modalities: tuple[str, ...] = ()
+    extents: Mapping[str, Sequence[int]] = {}
+    givens: tuple[tuple[str, ...], ...] = ((),)
+    adapter: AdapterConfig = AdapterConfig()
+
+    def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
+        self.scale, self.weights, self.device, self.dtype = scale, weights, device, dtype
+
+    # -- objective ---------------------------------------------------------------------------------------------------------------------------
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        """Latent shape of one sample per modality."""
+        raise NotImplementedError
+
+    def conditions(self, case: Case) -> list[Conditions]:
+        """Conditions of each sample, a pure function of the case."""
+        raise NotImplementedError
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        """The sigma grid that training and rollout walk for ``calls`` model calls: per modality ``(calls + 1,)`` float32, descending from 1, ending in 0."""
+        raise NotImplementedError
+
+    def predict_velocity(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+        """Velocity of the actor with the adapter that is in use; differentiable. Given rows are not part of the result."""
+        raise NotImplementedError
+
+    # -- packing -----------------------------------------------------------------------------------------------------------------------------
+    def pack(self, latents: Latents) -> dict[str, torch.Tensor]:
+        """Latents as the rows (or tokens) that the model consumes: modality → ``(B, rows, width)``, given rows left out."""
+        raise NotImplementedError
+
+    def unpack(self, rows: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
+        """Inverse of `pack`."""
+        raise NotImplementedError
+
+    def observe(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> tuple[dict[str, torch.Tensor], list[RowTable]]:
+        """`predict_velocity`, with what entered the real model read off by hooks: one table a sample."""
+        raise NotImplementedError
+
+    # -- vendor ------------------------------------------------------------------------------------------------------------------------------
+    def vendor_rollout(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        """The vendor's own sampling loop on the actor, built from upstream parts only. ``velocity`` is derived from the steps, not asked of the model."""
+        raise NotImplementedError
+
+    def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
+        """The grid of the vendor's own scheduler, terminal included."""
+        raise NotImplementedError
+
+    # -- adapter -----------------------------------------------------------------------------------------------------------------------------
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Every actor projection that the configured adapter must reach → ``(out, in)``."""
+        raise NotImplementedError
+
+    def add_adapter(self, name: str, config: AdapterConfig) -> None:
+        """Add a LoRA adapter in PEFT's default initialization; replaces one of that name. Which adapter trains must not change."""
+        raise NotImplementedError
+
+    def adapter_names(self) -> list[str]:
+        raise NotImplementedError
+
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
+        """``<projection>.lora_A.weight`` ``(r, in)`` and ``<projection>.lora_B.weight`` ``(out, r)``, copies, adapter name left out."""
+        raise NotImplementedError
+
+    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Write a state into an existing adapter.
+
+        Raises:
+            ValueError: names or shapes do not match.
+        """
+        raise NotImplementedError
+
+    def using(self, name: str | None) -> AbstractContextManager[None]:
+        """Use an adapter (None: the base model) for the calls inside; afterwards everything, trainability included, is as before."""
+        raise NotImplementedError
+
+    def select_trainable(self, name: str) -> None:
+        """Make this adapter the one in use and the only one that trains."""
+        raise NotImplementedError
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that require a gradient, by name."""
+        raise NotImplementedError
+
+    def base_state(self) -> dict[str, torch.Tensor]:
+        """The actor's base weights under the vendor's names, adapters left out."""
+        raise NotImplementedError
+
+    # -- engine ------------------------------------------------------------------------------------------------------------------------------
+    def engine(self, degree: int) -> Rollout:
+        """The rollout engine at a tensor-parallel degree, with the actor's base weights and no adapter. Built once, then reused.
+
+        Raises:
+            Unavailable: no engine on this machine.
+        """
+        raise NotImplementedError
+
+    # -- prompt ------------------------------------------------------------------------------------------------------------------------------
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids as the dataset stores them."""
+        raise NotImplementedError
+
+    def encode_prompt(self, ids: Sequence[int]) -> torch.Tensor:
+        """The trainer's prompt embedding ``(tokens, width)`` from ids."""
+        raise NotImplementedError
+
+    def rollout_prompt(self, ids: Sequence[int]) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The ids that really arrive at the rollout's encoder (read off its input by a hook) and the embedding it gives."""
+        raise NotImplementedError
+
+    # -- media, reward -----------------------------------------------------------------------------------------------------------------------
+    def decode(self, latents: Latents) -> Any:
+        """Clean latents → media with rates and layout."""
+        raise NotImplementedError
+
+    def score(self, media: Any, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Named sub-scores, one value a sample each."""
+        raise NotImplementedError
+
+    # -- condition ---------------------------------------------------------------------------------------------------------------------------
+    def given_latents(self, case: Case) -> list[dict[str, torch.Tensor]]:
+        """The clean given latents of each sample, by name, independent of `conditions`."""
+        raise NotImplementedError
+
+    # -- trained -----------------------------------------------------------------------------------------------------------------------------
+    def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
+        """Clean samples of the world that the checkpoint was really trained on, with their conditions.
+
+        Raises:
+            Unavailable: this checkpoint was not trained on such a world.
+        """
+        raise NotImplementedError
+
+    # -- shared ------------------------------------------------------------------------------------------------------------------------------
+    def classes(self) -> list[str]:
+        """Qualified names of the upstream classes that run."""
+        return []
+
+    def close(self) -> None:
+        """Release engines and memory. Idempotent."""
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies this port in a certificate."""
+        return {
+            "port": self.name,
+            "class": f"{type(self).__module__}:{type(self).__qualname__}",
+            "scale": self.scale,
+            "weights": self.weights or "built-in",
+            "dtype": self.dtype,
+            "device": self.device,
+            "adapter": {"rank": self.adapter.rank, "alpha": self.adapter.alpha, "targets": list(self.adapter.targets)},
+        }
+
+
+def offers(port: Port | type[Port], seam: str) -> bool:
+    """Whether a port overrides every method of a seam."""
+    cls = port if isinstance(port, type) else type(port)
+    return all(getattr(cls, method, None) is not getattr(Port, method, None) for method in SEAMS[seam])
+
+
+def need(port: Port, *seams: str) -> None:
+    """Raise `Uncovered` unless the port offers all the seams."""
+    missing = [seam for seam in seams if not offers(port, seam)]
+    if missing:
+        methods = [m for seam in missing for m in SEAMS[seam] if getattr(type(port), m, None) is getattr(Port, m, None)]
+        raise Uncovered(f"port {port.name!r} does not offer {', '.join(missing)} (missing: {', '.join(dict.fromkeys(methods))})")
+
+
+def noised(x0: Latents, noise: Latents, sigmas: Sigmas) -> dict[str, torch.Tensor]:
+    """``(1 − sigma)·x0 + sigma·noise`` per modality."""
+    result = {}
+    for modality, clean in x0.items():
+        sigma = sigmas[modality].view(-1, *[1] * (clean.ndim - 1)).to(clean)
+        result[modality] = (1 - sigma) * clean + sigma * noise[modality]
+    return result
+
+
+def random_adapter(port: Port, config: AdapterConfig, seed: int, size: float = 0.05) -> dict[str, torch.Tensor]:
+    """A LoRA state with B ≠ 0 and every row different, for parity checks: normal A and B, B scaled so that each delta is ``size`` of a unit matrix's row norm."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, (out_features, in_features) in port.projections().items():
+        state[f"{name}.lora_A.weight"] = torch.randn(config.rank, in_features, generator=generator) / in_features**0.5
+        state[f"{name}.lora_B.weight"] = torch.randn(out_features, config.rank, generator=generator) * size * (config.rank**0.5 / config.alpha) * 8
+    return state
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    import torch
+
+    with torch.no_grad():
+        yield

@@ -1,0 +1,661 @@
+"""MiniMax H3: video and stereo audio from one packed sequence ``[text | given frames | audio | video]``.
+
+What H3 does its own way, and this port turns into Loudfail's convention: the time label is a data fraction ``t = 1 - sigma``, the raw output is
+``x0 - noise``, video and audio walk two schedules (shift 12 and 3), one call serves one packed layout, and given frames sit at ``t = 0.999``.
+
+The actor is ``diffusers.MiniMaxH3Transformer3DModel`` with PEFT; layouts, row timesteps, scheduler and sampling loop are diffusers' own; the
+rollout is vLLM-Omni's ``MiniMaxH3DiTModel`` with vLLM-Omni's own layout builder and denoising loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loudfail.harness.case import Case
+from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, LoRAParts, VllmOmniRollout
+from loudfail.harness.port import AdapterConfig, Conditions, Port, RowTable, Step, Trajectory
+from loudfail.harness.violation import Unavailable
+from loudfail.harness.world import preload
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
+SHIFT = {"video": 12.0, "audio": 3.0}
+#: The noise level at which H3 holds given frames (``t = max(t, 0.999)``), and with which it mixes them.
+GIVEN_TIME = 0.999
+VIDEO_CHANNELS, AUDIO_CHANNELS, STEREO, PATCH = 24, 32, 2, (1, 2, 2)
+
+#: Architecture of each scale. ``tiny`` keeps what is structural in the released model: inner width ≠ hidden, partial rotary, two AdaLN widths, row widths.
+SCALES: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        num_attention_heads=8, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=96, text_dim=32, freq_dim=32,
+        time_embed_hidden_dim=64, time_embed_dim=40, rope_freq_dim=2,
+    ),
+    "wide": dict(num_layers=1, num_refiner_layers=1),
+}  # fmt: skip
+
+CHECKPOINT = Path(__file__).parents[2] / "golden" / "h3_tiny.safetensors"
+
+
+class H3(Port):
+    """MiniMax H3, text to video and audio (T2VA) and first / last frame (FL2VA).
+
+    Args:
+        scale: ``tiny`` (the tiny trained checkpoint) or ``wide`` (released widths, one block and one refiner block, random weights).
+        weights: folder of a Diffusers checkpoint (``transformer/``, ``text_encoder/``, …) to use instead.
+        device: ``cpu`` or ``cuda``.
+        dtype: ``float32`` or ``bfloat16`` (upstream's float32 modules stay float32).
+    """
+
+    name = "h3"
+    modalities = ("video", "audio")
+    extents = {"frames": (2, 7), "height": (4, 6, 2), "width": (4, 2, 8), "audio": (8, 5, 13)}
+    givens = ((), ("first",), ("last",), ("first", "last"))
+    adapter = AdapterConfig(rank=64, alpha=128.0, targets=TARGETS)
+
+    def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
+        if scale not in SCALES:
+            raise ValueError(f"scale {scale!r} is none of {', '.join(SCALES)}")
+        super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
+        preload(*PRELOAD)  # let the rollout import while the actor does
+        self._engines: dict[int, VllmOmniRollout] = {}
+
+    # -- the actor ---------------------------------------------------------------------------------------------------------------------------
+    @cached_property
+    def actor(self) -> Any:
+        """``diffusers.MiniMaxH3Transformer3DModel`` with the adapter ``default``."""
+        from diffusers import MiniMaxH3Transformer3DModel
+
+        if self.weights is not None:
+            folder = Path(self.weights) / "transformer"
+            if not folder.is_dir():
+                raise Unavailable(f"no folder {folder}; --weights wants a Diffusers checkpoint with transformer/, text_encoder/, vae/ …")
+            model = MiniMaxH3Transformer3DModel.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
+        else:
+            model = MiniMaxH3Transformer3DModel(**SCALES[self.scale])
+            if self.scale == "tiny" and CHECKPOINT.is_file():
+                from safetensors.torch import load_file
+
+                model.load_state_dict(load_file(CHECKPOINT))
+            else:
+                _randomize(model)
+            if self.dtype != "float32":
+                _cast(model, getattr(torch, self.dtype))
+        model.requires_grad_(False).to(self.device).eval()
+        self._base_names = set(model.state_dict())
+        self._actor = model
+        self.add_adapter("default", self.adapter)
+        self.select_trainable("default")
+        return model
+
+    # -- objective ---------------------------------------------------------------------------------------------------------------------------
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        extent = case.extent
+        return {
+            "video": (VIDEO_CHANNELS, extent["frames"], extent["height"], extent["width"]),
+            "audio": (STEREO, AUDIO_CHANNELS, extent["audio"]),
+        }
+
+    def conditions(self, case: Case) -> list[Conditions]:
+        given = self.given_latents(case)
+        return [self.condition(self.tokenize(prompt), given[index], case.seed + index) for index, prompt in enumerate(case.prompts)]
+
+    def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
+        """Conditions of one sample from token ids and clean given latents ``(24, 1, h, w)`` by name; ``seed`` draws the 0.001 of noise they get."""
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
+
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for latent in (given or {}).values():
+            noise = torch.randn(latent[None].shape, generator=generator)
+            rows.append(patchify_video_latents(self.schedulers["video"].scale_noise(latent[None], GIVEN_TIME, noise), PATCH))
+        return Conditions(
+            tuple(prompt_ids),
+            self.encode_prompt(prompt_ids),
+            dict(given or {}),
+            {"given_rows": torch.cat(rows) if rows else torch.zeros(0, VIDEO_CHANNELS * 4), "tags": torch.ones(len(prompt_ids), dtype=torch.long)},
+        )
+
+    def given_latents(self, case: Case) -> list[dict[str, torch.Tensor]]:
+        shape = (VIDEO_CHANNELS, 1, case.extent["height"], case.extent["width"])
+        drawn = {name: case.normal(f"given/{name}", {"video": shape})["video"] for name in case.given}
+        return [{name: latents[index] for name, latents in drawn.items()} for index in range(case.batch)]
+
+    @cached_property
+    def schedulers(self) -> dict[str, Any]:
+        from diffusers import MiniMaxH3Scheduler
+
+        return {modality: MiniMaxH3Scheduler(shift=shift) for modality, shift in SHIFT.items()}
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        grids = {}
+        for modality, scheduler in self.schedulers.items():
+            scheduler.set_timesteps(calls + 1)  # H3 counts grid points, the terminal 0 included
+            grids[modality] = scheduler.sigmas.clone()
+        return grids
+
+    def predict_velocity(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> dict[str, torch.Tensor]:
+        rows = self.pack(latents)
+        raw: dict[str, list[Any]] = {modality: [None] * len(conditions) for modality in self.modalities}
+        for members in self._groups(sigmas, conditions):
+            inputs, layout = self._inputs(latents, rows, sigmas, conditions, members)
+            video, audio = self.actor(**inputs, return_dict=False)
+            for place, index in enumerate(members):
+                raw["video"][index] = video[place, layout.given_rows :]
+                raw["audio"][index] = audio[place]
+        shapes = {modality: value.shape[1:] for modality, value in latents.items()}
+        return self._unpack({modality: -torch.stack(value).float() for modality, value in raw.items()}, shapes)
+
+    def _groups(self, sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> list[list[int]]:
+        """Samples that share a layout and both noise levels: H3's batch axis only repeats one packed layout."""
+        groups: dict[Any, list[int]] = {}
+        for index, condition in enumerate(conditions):
+            key = (tuple(condition.given), condition.extra["tags"].tolist().__str__(), *(float(sigmas[m][index]) for m in self.modalities))
+            groups.setdefault(key, []).append(index)
+        return list(groups.values())
+
+    def _inputs(
+        self, latents: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions],
+        members: list[int],
+    ) -> tuple[dict[str, torch.Tensor], Layout]:  # fmt: skip
+        """Arguments of the transformer for one group."""
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
+
+        first = conditions[members[0]]
+        layout = build_layout(tuple(first.extra["tags"].tolist()), tuple(latents["video"].shape[2:]), latents["audio"].shape[-1], tuple(first.given))
+        times = {modality: float(1.0 - sigmas[modality][members[0]]) for modality in self.modalities}
+        timestep, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
+            layout.video, layout.audio, layout.given_rows, 0, layout.text.numel(), times["video"], times["audio"], max(times["video"], GIVEN_TIME), 1.0
+        )
+        given = torch.stack([conditions[i].extra["given_rows"] for i in members])
+        inputs = dict(
+            hidden_states=torch.cat([given.to(rows["video"]), rows["video"][members]], dim=1),
+            audio_hidden_states=rows["audio"][members],
+            encoder_hidden_states=torch.stack([conditions[i].embeds for i in members]),
+            timestep=timestep,
+            timestep_indices=indices,
+            token_tags=layout.tags,
+            position_ids=layout.positions,
+            video_indices=layout.video,
+            audio_indices=layout.audio,
+            text_indices=layout.text,
+        )
+        return {name: value.to(self.device) for name, value in inputs.items()}, layout
+
+    # -- packing -----------------------------------------------------------------------------------------------------------------------------
+    def pack(self, latents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
+
+        video, audio = latents["video"], latents["audio"]
+        return {
+            "video": patchify_video_latents(video, PATCH).view(video.shape[0], -1, VIDEO_CHANNELS * 4),
+            "audio": audio.permute(0, 1, 3, 2).reshape(audio.shape[0], -1, AUDIO_CHANNELS),
+        }
+
+    def unpack(self, rows: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
+        return self._unpack(rows, self.shapes(case))
+
+    def _unpack(self, rows: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        channels, frames, height, width = shapes["video"]
+        video = rows["video"].reshape(-1, frames, height // 2, width // 2, channels, *PATCH).permute(0, 4, 1, 5, 2, 6, 3, 7)
+        audio = rows["audio"].reshape(-1, STEREO, shapes["audio"][2], AUDIO_CHANNELS).permute(0, 1, 3, 2)
+        return {"video": video.reshape(-1, channels, frames, height, width), "audio": audio}
+
+    def observe(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> tuple[dict[str, torch.Tensor], list[RowTable]]:
+        calls: list[tuple[dict[str, Any], Any]] = []
+
+        def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            for value in output:
+                if value.requires_grad:
+                    value.retain_grad()
+            calls.append((kwargs, output))
+
+        handle = self.actor.register_forward_hook(keep, with_kwargs=True)
+        try:
+            velocity = self.predict_velocity(latents, sigmas, conditions)
+        finally:
+            handle.remove()
+        tables: dict[int, RowTable] = {}
+        for members, (seen, output) in zip(self._groups(sigmas, conditions), calls, strict=True):
+            for place, index in enumerate(members):
+                tables[index] = _table(seen, output, place, generated=self.pack(latents)["video"].shape[1])
+        return velocity, [tables[index] for index in range(len(conditions))]
+
+    # -- vendor ------------------------------------------------------------------------------------------------------------------------------
+    def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
+        from diffusers import MiniMaxH3Scheduler
+
+        grids = {}
+        for modality, scheduler in (("video", MiniMaxH3Scheduler()), ("audio", MiniMaxH3Scheduler(shift=3.0))):
+            scheduler.set_timesteps(calls + 1)
+            grids[modality] = scheduler.sigmas
+        return grids
+
+    @torch.no_grad()
+    def vendor_rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        from loudfail.harness.ports import h3_vendor
+
+        samples = [h3_vendor.denoise(self.actor, {m: v[i] for m, v in noise.items()}, calls, c) for i, c in enumerate(conditions)]
+        shapes = {modality: value.shape[1:] for modality, value in noise.items()}
+        steps = []
+        for parts in zip(*samples, strict=True):
+            before = self._unpack({m: torch.stack([p.before[m] for p in parts]) for m in self.modalities}, shapes)
+            after = self._unpack({m: torch.stack([p.after[m] for p in parts]) for m in self.modalities}, shapes)
+            now = {m: torch.stack([p.sigma[m] for p in parts]) for m in self.modalities}
+            then = {m: torch.stack([p.sigma_after[m] for p in parts]) for m in self.modalities}
+            velocity = {m: (before[m] - after[m]) / (now[m] - then[m]).view(-1, *[1] * (before[m].ndim - 1)) for m in self.modalities}
+            steps.append(Step(before, now, velocity, after))
+        return Trajectory(steps)
+
+    # -- adapter -----------------------------------------------------------------------------------------------------------------------------
+    def projections(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for name, module in self.actor.named_modules():
+            if any(name.endswith(f".{target}") for target in self.adapter.targets) and hasattr(module, "in_features"):
+                found[name] = (module.out_features, module.in_features)
+        return found
+
+    def add_adapter(self, name: str, config: AdapterConfig) -> None:
+        from peft import LoraConfig
+
+        model = self._actor
+        before = {n for n, p in model.named_parameters() if p.requires_grad}
+        present = self.adapter_names()
+        if name in present:
+            model.delete_adapters(name)
+        model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0), adapter_name=name)
+        if before and present:
+            for parameter_name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter_name in before or (name in present and f".{name}." in parameter_name))
+            if "default" in self.adapter_names():
+                self._select("default", keep_flags=True)
+
+    def adapter_names(self) -> list[str]:
+        return list(getattr(self._actor, "peft_config", {}))
+
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
+        from peft import get_peft_model_state_dict
+
+        if name not in self.adapter_names():
+            raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
+        return {key: value.detach().float().cpu().clone() for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()}
+
+    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        from peft import set_peft_model_state_dict
+
+        here = self.adapter_state(name)
+        wrong = sorted(set(here) ^ set(state)) or sorted(key for key in here if here[key].shape != state[key].shape)
+        if wrong:
+            raise ValueError(f"adapter {name!r}: {len(wrong)} names or shapes do not match, for example {wrong[:3]}")
+        set_peft_model_state_dict(self.actor, {key: value.clone() for key, value in state.items()}, adapter_name=name)
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        actor = self.actor
+        flags = {n: p.requires_grad for n, p in actor.named_parameters()}
+        active = actor.active_adapters()
+        if name is None:
+            actor.disable_adapters()
+        else:
+            self._select(name, keep_flags=True)
+        try:
+            yield
+        finally:
+            if name is None:
+                actor.enable_adapters()
+            actor.set_adapter(active)
+            for n, p in actor.named_parameters():
+                p.requires_grad_(flags[n])
+
+    def _select(self, name: str, *, keep_flags: bool) -> None:
+        flags = {n: p.requires_grad for n, p in self._actor.named_parameters()}
+        self._actor.set_adapter(name)
+        if keep_flags:
+            for n, p in self._actor.named_parameters():
+                p.requires_grad_(flags[n])
+
+    def select_trainable(self, name: str) -> None:
+        self._actor.set_adapter(name)
+        for parameter_name, parameter in self._actor.named_parameters():
+            parameter.requires_grad_(f".{name}." in parameter_name)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.actor.named_parameters() if parameter.requires_grad}
+
+    def base_state(self) -> dict[str, torch.Tensor]:
+        state = {name.replace(".base_layer.", "."): value for name, value in self.actor.state_dict().items() if ".lora_" not in name}
+        return {name: value.detach().cpu() for name, value in state.items()}
+
+    # -- engine ------------------------------------------------------------------------------------------------------------------------------
+    def engine(self, degree: int) -> VllmOmniRollout:
+        if degree not in self._engines or not self._engines[degree].world.alive:
+            config = {key: value for key, value in dict(self.actor.config).items() if not key.startswith("_")}
+            hidden = config["hidden_size"]  # the engine's configuration has these two widths as constants of the released model
+            config |= {"adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden}
+            engine = VllmOmniRollout(H3Fused(config), degree, dtype=self.dtype, device=self.device)
+            engine.load_base(self.base_state())
+            self._engines[degree] = engine
+        return self._engines[degree]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    # -- prompt ------------------------------------------------------------------------------------------------------------------------------
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_prompt(self, ids: Sequence[int]) -> torch.Tensor:
+        return self._encode(tuple(ids))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from loudfail.harness.ports import h3_text
+
+        return h3_text.tokenizer(self.weights)
+
+    @cached_property
+    def text_encoder(self) -> Any:
+        from loudfail.harness.ports import h3_text
+
+        return h3_text.encoder(self.weights, SCALES[self.scale].get("text_dim", 5120))
+
+    @lru_cache(maxsize=512)  # noqa: B019  a port lives as long as the run
+    def _encode(self, ids: tuple[int, ...]) -> torch.Tensor:
+        from loudfail.harness.ports import h3_text
+
+        return h3_text.encode(self.text_encoder, ids)
+
+    # -- shared ------------------------------------------------------------------------------------------------------------------------------
+    def classes(self) -> list[str]:
+        kinds = {type(self.actor), type(self.schedulers["video"]), type(self.text_encoder), type(self.tokenizer)}
+        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+        for engine in self._engines.values():
+            names |= set(engine.classes())
+        return sorted(names)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One packed layout as diffusers builds it."""
+
+    positions: torch.Tensor
+    tags: torch.Tensor
+    video: torch.Tensor
+    audio: torch.Tensor
+    text: torch.Tensor
+    given_rows: int
+
+
+@lru_cache(maxsize=256)
+def build_layout(text_tags: tuple[int, ...], video: tuple[int, int, int], audio: int, given: tuple[str, ...]) -> Layout:
+    """``MiniMaxH3PrepareLayoutStep.build_packed_sequence`` for text tags, video latent size ``(t, h, w)``, audio latents a channel and given frames."""
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    positions, tags, video_rows, audio_rows, text_rows, given_rows, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        torch.tensor(text_tags), *video, audio, PATCH, STEREO, 2, 0, given
+    )
+    return Layout(positions, tags, video_rows, audio_rows, text_rows, given_rows)
+
+
+def _table(seen: Mapping[str, Any], output: Sequence[torch.Tensor], place: int, generated: int) -> RowTable:
+    """A `RowTable` from the arguments that the transformer really got."""
+    total = seen["position_ids"].shape[0]
+    modality = ["?"] * total
+    for name, rows in (("text", seen["text_indices"]), ("video", seen["video_indices"]), ("audio", seen["audio_indices"])):
+        for row in rows.tolist():
+            modality[row] = name
+    given = torch.zeros(total, dtype=torch.bool)
+    given[seen["video_indices"][: seen["video_indices"].numel() - generated].cpu()] = True
+    return RowTable(
+        tuple(modality),
+        given,
+        (1.0 - seen["timestep"][seen["timestep_indices"]]).float().cpu(),
+        seen["position_ids"].cpu(),
+        {"video": seen["hidden_states"][place].detach().cpu(), "audio": seen["audio_hidden_states"][place].detach().cpu()},
+        {"video": output[0], "audio": output[1], "sample": torch.tensor(place)},
+    )
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> None:
+    """Seeded weights, linears three times as large as usual: with default initialization a wrong time label moves the output by one per cent only."""
+    generator = torch.Generator().manual_seed(20260101)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (3 / (3 * parameter.shape[1]) ** 0.5))
+        elif name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        else:
+            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """To ``dtype``, with the modules that upstream keeps in float32 left there (``model.to`` would cast them too)."""
+    for name, parameter in model.named_parameters():
+        if not any(kept in name for kept in model._keep_in_fp32_modules):
+            parameter.data = parameter.data.to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- what follows runs in the ranks
+
+_BLOCKS = (("token_refiner.blocks.", "token_refiner.refiner_blocks."), ("blocks.", "transformer_blocks."))
+_LEAVES = {
+    "attn.qkv_proj": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "attn.out_proj": ("attn.to_out.0",),
+    # The engine's fc1 is [gate; value], diffusers' ff.net.0.proj is [value; gate].
+    "mlp.fc1": ("ff.net.0.proj#1/2", "ff.net.0.proj#0/2"),
+    "mlp.fc2": ("ff.net.2",),
+    "attn.q_norm": ("attn.norm_q",),
+    "attn.k_norm": ("attn.norm_k",),
+    "adaln_proj.linear": ("adaln_proj.linear",),
+    "norm1": ("norm1",),
+    "norm2": ("norm2",),
+}
+_OUTSIDE = {
+    "video_patch_proj": "proj_in",
+    "audio_patch_proj": "audio_proj_in",
+    "condition_proj": "context_embedder",
+    "time_embedder.proj_in": "time_embedder.linear_1",
+    "time_embedder.proj_out": "time_embedder.linear_2",
+    "token_refiner.final_norm": "token_refiner.final_norm",
+    "final_layer.norm": "norm_out.norm",
+    "final_layer.adaln_proj.linear": "norm_out.linear",
+    "final_layer.video_out": "proj_out",
+    "final_layer.audio_out": "audio_proj_out",
+}
+
+
+@dataclass
+class H3Fused(FusedModel):
+    """What is specific to vLLM-Omni's MiniMax H3."""
+
+    config: dict[str, Any]
+
+    def build(self, dtype: torch.dtype) -> Any:
+        import tempfile
+
+        from vllm_omni.diffusion.data import AttentionConfig, AttentionSpec, OmniDiffusionConfig, TransformerConfig
+        from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as upstream
+
+        from vllm_omni.diffusion.config import set_current_diffusion_config
+
+        upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
+        with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
+            config = OmniDiffusionConfig(model=folder, dtype=dtype, tf_model_config=TransformerConfig.from_dict(self.config))
+        config.diffusion_attention_config = AttentionConfig(default=AttentionSpec(backend="TORCH_SDPA"))
+        with set_current_diffusion_config(config):
+            model = upstream.MiniMaxH3DiTModel(config, diffusers_weights=True)
+        return model.float() if dtype == torch.float32 else model
+
+    def load(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+        model.load_weights(iter(state.items()))
+        model.post_load_weights()
+
+    def packed_modules(self) -> dict[str, list[str]]:
+        return {"qkv_proj": ["to_q", "to_k", "to_v"], "fc1": ["fc1_0", "fc1_1"]}
+
+    def hand_over(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, degree: int) -> dict[str, LoRAParts]:
+        result: dict[str, LoRAParts] = {}
+        for name in state:
+            if not name.endswith(".lora_A.weight"):
+                continue
+            projection = name.removesuffix(".lora_A.weight")
+            a, b = state[name], state[f"{projection}.lora_B.weight"]
+            block, leaf = _to_engine(projection)
+            if leaf == "ff.net.0.proj":
+                value, gate = b.chunk(2)
+                result[f"{block}.mlp.fc1_0"] = LoRAParts([a], [gate.contiguous()])
+                result[f"{block}.mlp.fc1_1"] = LoRAParts([a], [value.contiguous()])
+            else:
+                target = {"attn.to_out.0": "attn.out_proj", "ff.net.2": "mlp.fc2"}.get(leaf, leaf)
+                result[f"{block}.{target}"] = LoRAParts([a], [b])
+        return {f"transformer.{module}": parts for module, parts in result.items()}
+
+    def actor_names(self, module: str, slices: int) -> list[str]:
+        if module in _OUTSIDE:
+            return [_OUTSIDE[module]]
+        for engine, actor in _BLOCKS:
+            if module.startswith(engine):
+                index, _, leaf = module.removeprefix(engine).partition(".")
+                return [f"{actor}{index}.{name}" for name in _LEAVES[leaf]]
+        return [module]
+
+    def buffers(self, model: Any) -> dict[str, torch.Tensor]:
+        return {"rope.inv_freq": model.rope.inv_freq}
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        from vllm_omni.diffusion.models.minimax_h3.time_request import minimax_h3_time_shift_sigmas
+
+        return {m: torch.tensor(minimax_h3_time_shift_sigmas(num_steps=calls, shift_scale=SHIFT[m])) for m in SHIFT}
+
+    def velocity(
+        self, model: Any, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> dict[str, torch.Tensor]:
+        results: dict[str, list[torch.Tensor]] = {"video": [], "audio": []}
+        for index, condition in enumerate(conditions):
+            branch, video, audio = self._branch(latents["video"][index], latents["audio"][index], condition)
+            time = {m: float(1.0 - sigmas[m][index]) for m in sigmas}
+            rows = torch.cat([condition.extra["given_rows"].to(video), video])
+            arguments = branch.forward_kwargs(
+                video_rows=rows,
+                audio_rows=audio,
+                t_video=time["video"],
+                t_audio=time["audio"],
+                imgvid_cond_timestep=max(time["video"], GIVEN_TIME),
+                audio_ref_cond_timestep=1.0,
+            )
+            raw_video, raw_audio = model(**arguments)
+            results["video"].append(-_unpack_video(raw_video[branch.update_mask_dev], latents["video"].shape[1:]))
+            results["audio"].append(-_unpack_audio(raw_audio))
+        return {m: torch.stack(values) for m, values in results.items()}
+
+    def rollout(self, model: Any, noise: dict[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        from vllm_omni.diffusion.models.minimax_h3.denoise_loop import minimax_h3_denoise_loop
+
+        grid = self.grid(calls)
+        samples: list[list[tuple[Any, ...]]] = []
+        for index, condition in enumerate(conditions):
+            branch, video, audio = self._branch(noise["video"][index], noise["audio"][index], condition)
+            given = condition.extra["given_rows"]
+            calls_seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+            after: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def spy(calls_seen: list[Any] = calls_seen, **arguments: Any) -> Any:
+                output = model(**arguments)
+                calls_seen.append(output)
+                return output
+
+            def keep(step: int, video: torch.Tensor, audio: torch.Tensor, after: list[Any] = after) -> None:
+                after.append((video, audio))
+
+            start = (torch.cat([given.to(video), video]), audio)
+            minimax_h3_denoise_loop(
+                model=spy,
+                positive=branch,
+                initial_video_rows=start[0],
+                initial_audio_rows=start[1],
+                keyframe_cond_rows=given.to(video) if len(given) else None,
+                sigmas_video=grid["video"].double().tolist(),
+                sigmas_audio=grid["audio"].double().tolist(),
+                device=video.device,
+                on_step=keep,
+            )
+            samples.append([(before, raw, done, len(given)) for before, raw, done in zip([start, *after], calls_seen, after, strict=False)])
+        shape = noise["video"].shape[1:]
+        steps = []
+        for call, parts in enumerate(zip(*samples, strict=True)):
+            steps.append(
+                Step(
+                    {
+                        "video": torch.stack([_unpack_video(before[0][n:], shape) for before, _, _, n in parts]).cpu(),
+                        "audio": torch.stack([_unpack_audio(before[1]) for before, _, _, _ in parts]).cpu(),
+                    },
+                    {m: grid[m][call].repeat(len(conditions)).float() for m in grid},
+                    {
+                        "video": torch.stack([-_unpack_video(raw[0][n:], shape).float() for _, raw, _, n in parts]).cpu(),
+                        "audio": torch.stack([-_unpack_audio(raw[1]).float() for _, raw, _, _ in parts]).cpu(),
+                    },
+                    {
+                        "video": torch.stack([_unpack_video(done[0][n:], shape) for _, _, done, n in parts]).cpu(),
+                        "audio": torch.stack([_unpack_audio(done[1]) for _, _, done, _ in parts]).cpu(),
+                    },
+                )
+            )
+        return Trajectory(steps)
+
+    def _branch(self, video: torch.Tensor, audio: torch.Tensor, condition: Conditions) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """vLLM-Omni's own packed layout and static call arguments for one sample, and the sample's generated rows."""
+        from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+        from vllm_omni.diffusion.models.minimax_h3.packed_sequence import minimax_h3_packed_sequence
+        from vllm_omni.diffusion.models.minimax_h3.packed_tokens import minimax_h3_pack_audio_latent, minimax_h3_patchify_video_latent
+
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        _, frames, height, width = video.shape
+        indices = [{"first": 0, "last": -1}[name] for name in condition.given]
+        packed = minimax_h3_packed_sequence(
+            text_len=len(condition.embeds),
+            latent_t=frames,
+            latent_h=height,
+            latent_w=width,
+            audio_t=audio.shape[-1],
+            include_keyframe_cond=bool(indices),
+            keyframe_frame_indices=indices or None,
+            frame_count=(frames - 2) // 5 * 17 + 5,
+        )
+        tags = packed["token_tags"].clone()
+        tags[: len(condition.embeds)] = condition.extra["tags"]
+        branch = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=condition.embeds, token_tags=tags, device=device)
+        return branch, minimax_h3_patchify_video_latent(video[None], patch_size=PATCH).to(device), minimax_h3_pack_audio_latent(audio).to(device)
+
+
+def _to_engine(projection: str) -> tuple[str, str]:
+    """Actor projection → engine block and the actor's leaf name."""
+    for engine, actor in _BLOCKS:
+        if projection.startswith(actor):
+            index, _, leaf = projection.removeprefix(actor).partition(".")
+            return f"{engine}{index}", leaf
+    raise ValueError(f"{projection} is in none of H3's blocks; its adapter cannot be handed to the rollout")
+
+
+def _unpack_video(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    from vllm_omni.diffusion.models.minimax_h3.packed_tokens import minimax_h3_unpatchify_video_tokens
+
+    channels, frames, height, width = shape
+    return minimax_h3_unpatchify_video_tokens(rows, latent_shape=(frames, height // 2, width // 2, channels), patch_size=PATCH)[0]
+
+
+def _unpack_audio(rows: torch.Tensor) -> torch.Tensor:
+    from vllm_omni.diffusion.models.minimax_h3.packed_tokens import minimax_h3_unpack_audio_tokens
+
+    return minimax_h3_unpack_audio_tokens(rows, audio_t=rows.shape[0], audio_channel=STEREO)

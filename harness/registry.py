@@ -1,0 +1,175 @@
+"""Invariants and faults by id. An id is ``<file>::<function>``; the file says the link of the chain, the function's name is the claim."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+INVARIANTS_PACKAGE = "loudfail.invariants"
+FAULTS_PACKAGE = "loudfail.invariants.faults"
+
+#: The links of the chain in data order; files of `loudfail.invariants` are run in this order.
+CHAIN = ("schedule", "conventions", "packing", "prompts", "adapters", "sync", "rollout", "rewards", "conditions", "advantages", "objective", "update", "resume")
+
+Strategies = dict[str, Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """A claim about a port.
+
+    Attributes:
+        id: ``file::name``.
+        claim: the first line of its docstring, a sentence that is true when it passes.
+        seams: the seams of the port that it needs.
+        per_degree: it takes ``tp`` and is run once for each tensor-parallel degree.
+        examples: how many inputs Hypothesis draws; 0 when nothing is drawn.
+        strategies: parameter name → function of the port that returns a Hypothesis strategy.
+        scales: the scales of a port at which it runs.
+    """
+
+    id: str
+    claim: str
+    doc: str
+    function: Callable[..., None]
+    seams: tuple[str, ...]
+    per_degree: bool
+    examples: int
+    strategies: Strategies = field(hash=False, default_factory=dict)
+    scales: tuple[str, ...] = ("tiny", "wide")
+
+    @property
+    def link(self) -> str:
+        return self.id.split("::")[0]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing broken on purpose.
+
+    Attributes:
+        id: ``file::name``.
+        claim: what is wrong, one line (the docstring's first).
+        source: public report that it comes from, or ``own``.
+        catches: ids of the invariants that must be violated.
+        inject: context manager function ``(port) -> None`` that breaks the port, or an upstream class, and undoes it on exit.
+        seams: the seams that a port must offer for the fault to be injectable.
+        degrees: the tensor-parallel degrees at which it must be caught; empty for all that are run.
+        ports: names of ports it is written for; empty for any port with the seams.
+    """
+
+    id: str
+    claim: str
+    doc: str
+    inject: Callable[..., Any]
+    source: str
+    catches: tuple[str, ...]
+    seams: tuple[str, ...]
+    degrees: tuple[int, ...] = ()
+    ports: tuple[str, ...] = ()
+
+
+_invariants: dict[str, Invariant] = {}
+_faults: dict[str, Fault] = {}
+
+
+def invariant(
+    *seams: str, examples: int = 0, scales: Iterable[str] = ("tiny", "wide"), **strategies: Callable[[Any], Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as an invariant.
+
+    The function takes ``port``; ``tp`` if it is run at each tensor-parallel degree; and one parameter for each keyword given here, whose value
+    is a function ``port -> Hypothesis strategy``.
+
+    Args:
+        seams: names from `loudfail.harness.port.SEAMS` that the check needs.
+        examples: inputs drawn in a normal run; must be positive if and only if there are strategies.
+
+    Raises:
+        TypeError: no docstring, unknown parameters, or examples without strategies.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name = f"{function.__module__.rsplit('.', 1)[-1]}::{function.__name__}"
+        parameters = list(inspect.signature(function).parameters)
+        if not (function.__doc__ or "").strip():
+            raise TypeError(f"{name}: an invariant states its claim in the first line of its docstring")
+        if set(parameters) != {"port", *(["tp"] if "tp" in parameters else []), *strategies}:
+            raise TypeError(f"{name}: takes {parameters}, but gets port, tp (optional) and {sorted(strategies)}")
+        if bool(strategies) != (examples > 0):
+            raise TypeError(f"{name}: examples and strategies go together")
+        doc = inspect.getdoc(function) or ""
+        _invariants[name] = Invariant(
+            name, doc.splitlines()[0].rstrip("."), doc, function, seams, "tp" in parameters, examples, dict(strategies), tuple(scales)
+        )
+        return function
+
+    return register
+
+
+def fault(
+    *seams: str, catches: Iterable[str], source: str = "own", degrees: Iterable[int] = (), ports: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a generator function ``(port)`` that breaks something, yields once, and mends it, as a fault. See `Fault` for the arguments."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        from contextlib import contextmanager
+
+        name = f"{function.__module__.rsplit('.', 1)[-1]}::{function.__name__}"
+        doc = inspect.getdoc(function) or ""
+        if not doc:
+            raise TypeError(f"{name}: a fault says in its docstring what is wrong")
+        _faults[name] = Fault(
+            name, doc.splitlines()[0].rstrip("."), doc, contextmanager(function), source, tuple(catches), seams, tuple(degrees), tuple(ports)
+        )
+        return function
+
+    return register
+
+
+def _import_all(package: str) -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            importlib.import_module(f"{package}.{module.name}")
+
+
+def _position(link: str) -> int:
+    return CHAIN.index(link) if link in CHAIN else len(CHAIN)
+
+
+def invariants() -> list[Invariant]:
+    """All invariants, in data order."""
+    _import_all(INVARIANTS_PACKAGE)
+    return sorted(_invariants.values(), key=lambda i: _position(i.link))
+
+
+def faults() -> list[Fault]:
+    """All faults, in data order.
+
+    Raises:
+        ValueError: a fault names an invariant that does not exist, or none.
+    """
+    invariants()
+    _import_all(FAULTS_PACKAGE)
+    for one in _faults.values():
+        unknown = sorted(set(one.catches) - set(_invariants))
+        if unknown or not one.catches:
+            raise ValueError(f"fault {one.id} must name existing invariants that catch it; unknown: {unknown}")
+    return sorted(_faults.values(), key=lambda f: _position(f.id.split("::")[0]))
+
+
+class UnknownId(ValueError):
+    """No invariant, fault or port of that name; the message suggests the nearest ones."""
+
+
+def nearest(name: str, known: Iterable[str], kind: Literal["invariant", "fault", "port"]) -> UnknownId:
+    """The error for a name that is not there, with the nearest names."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or [k for k in known if name.lower() in k.lower()][:3]
+    hint = f"; nearest: {', '.join(close)}" if close else f"; there are {len(known)}, see `loudfail list`"
+    return UnknownId(f"no {kind} {name!r}{hint}")
