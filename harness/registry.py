@@ -173,3 +173,41 @@ def nearest(name: str, known: Iterable[str], kind: Literal["invariant", "fault",
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or [k for k in known if name.lower() in k.lower()][:3]
     hint = f"; nearest: {', '.join(close)}" if close else f"; there are {len(known)}, see `loudfail list`"
     return UnknownId(f"no {kind} {name!r}{hint}")
+
+
+def ports() -> dict[str, str]:
+    """Named ports (entry-point group ``loudfail.ports``) → ``package.module:Class``."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry.value for entry in entry_points(group="loudfail.ports")}
+
+
+def find_port(name: str) -> type:
+    """The port class of a registered name or of ``package.module:Class``; the current folder is importable.
+
+    Raises:
+        UnknownId: no such name; nearest names are suggested.
+        ImportError: the module cannot be imported, or has no such class; the message says which and why.
+    """
+    import os
+    import sys
+
+    from loudfail.harness.port import Port
+
+    target = ports().get(name, name)
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise nearest(name, ports(), "port")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ImportError(f"port {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        near = difflib.get_close_matches(class_name, [k for k, v in vars(module).items() if isinstance(v, type)], n=3)
+        raise ImportError(f"port {name!r}: {module_name} has no {class_name}" + (f"; nearest: {', '.join(near)}" if near else ""))
+    if not (isinstance(cls, type) and issubclass(cls, Port)):
+        raise ImportError(f"port {name!r}: {class_name} is not a subclass of loudfail.harness.port.Port")
+    return cls

@@ -1,0 +1,112 @@
+"""Would the suite have noticed? Break one thing at a time and see whether the invariants named for it are violated."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from loudfail.harness import inject, runner
+from loudfail.harness.port import Port, offers
+from loudfail.harness.registry import Fault, Invariant
+from loudfail.harness.result import Result
+
+Outcome = Literal["caught", "crashed", "escaped", "inert"]
+OUTCOMES: tuple[Outcome, ...] = ("caught", "crashed", "escaped", "inert")
+
+
+@dataclass
+class Kill:
+    """One fault.
+
+    Attributes:
+        fault: its id.
+        outcome: ``caught``: every invariant named for it was violated (per-degree ones at each degree at which the fault shows);
+            ``crashed``: one of them ended in an error instead; ``escaped``: one of them held; ``inert``: the broken code never ran.
+        results: the named invariants' results under the fault.
+        fired: how often the broken code ran.
+        margin: smallest ``got / bound`` over the violated measurements; infinite where the bound is zero.
+        message: why it is not caught.
+    """
+
+    fault: str
+    claim: str
+    source: str
+    outcome: Outcome
+    seconds: float
+    fired: int = 0
+    margin: float | None = None
+    message: str = ""
+    results: list[Result] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def applicable(fault: Fault, port: Port) -> bool:
+    """Whether the fault can be injected into this port."""
+    return (not fault.ports or port.name in fault.ports) and all(offers(port, seam) for seam in fault.seams)
+
+
+def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Sequence[int], *, seed: int = 0) -> Kill:
+    """Inject one fault, run the invariants named for it, mend it.
+
+    Args:
+        invariants: all invariants; those that the fault names are run.
+        degrees: tensor-parallel degrees of this run; per-degree invariants run at those at which the fault shows.
+    """
+    started = time.perf_counter()
+    named = [invariant for invariant in invariants if invariant.id in fault.catches]
+    shown = [degree for degree in degrees if not fault.degrees or degree in fault.degrees]
+    result = Kill(fault.id, fault.claim, fault.source, "escaped", 0.0)
+    with inject.counting() as fired:
+        try:
+            with fault.inject(port):
+                for invariant in named:
+                    for degree in shown if invariant.per_degree else (None,):
+                        result.results.append(runner.run(invariant, port, degree, seed=seed, shrink=False))
+        except Exception as error:
+            result.outcome, result.message = "crashed", f"the injection itself failed: {type(error).__name__}: {error}"
+            result.results.append(Result(fault.id, fault.claim, "error", message=result.message, traceback=traceback.format_exc()))
+    result.fired, result.seconds = fired.count, time.perf_counter() - started
+    statuses = {one.status for one in result.results}
+    if result.message:
+        pass
+    elif not result.results:
+        result.outcome, result.message = "inert", "no named invariant could be run at these degrees"
+    elif "error" in statuses:
+        broken = next(one for one in result.results if one.status == "error")
+        result.outcome, result.message = "crashed", f"{broken.name}: {broken.message}"
+    elif fired.count == 0:
+        result.outcome, result.message = "inert", "the broken code never ran"
+    elif statuses <= {"violated"}:
+        result.outcome = "caught"
+        result.margin = min(_margin(one) for one in result.results)
+    else:
+        held = [f"{one.name} {one.status}" for one in result.results if one.status != "violated"]
+        result.message = ", ".join(held)
+    return result
+
+
+def kill_each(
+    faults: Iterable[Fault], port: Port, invariants: Sequence[Invariant], degrees: Sequence[int], *, progress: Callable[[Kill], None] = lambda _: None
+) -> list[Kill]:
+    """`kill` for each applicable fault, in order."""
+    kills = []
+    for fault in faults:
+        if applicable(fault, port):
+            kills.append(kill(fault, port, invariants, degrees))
+            progress(kills[-1])
+    return kills
+
+
+def _margin(result: Result) -> float:
+    """How far above its bound a violation lies."""
+    violation = result.violation or {}
+    got, bound = violation.get("got"), violation.get("bound")
+    if isinstance(got, int | float) and not isinstance(got, bool) and bound:
+        return got / bound if got > bound else (bound / got if got > 0 else math.inf)
+    return math.inf
