@@ -103,7 +103,7 @@ class RowTable:
         modality: modality of each row, ``"text"`` for text, in the model's order.
         given: true for rows that are given, not generated.
         sigma: the noise level that the model is told for each row, in this convention; NaN where it is told none.
-        position: rotary or positional coordinates, ``(rows, axes)``.
+        position: rotary or positional coordinates, ``(rows, axes)``, time first.
         values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
         output: modality → the raw output rows of the model for the same rows, with gradient retained if gradients are on; the port's sign is *not* applied.
     """
@@ -201,6 +201,9 @@ class Port:
         extents: axis → sizes that checks may draw, smallest first.
         givens: condition modes that checks may draw; ``()`` is none.
         adapter: the LoRA configuration under test.
+        given_sigma: noise level at which given rows are held and that the model is told for them; 0 where they are clean.
+        shift: the published shift s of each modality's even sigma grid, ``s·u / (1 + (s − 1)·u)``; empty where the schedule is of another kind.
+        time_axis: the axis of one sample's latents, per modality, that is time; empty where none is. `RowTable.position` has time as its first axis.
     """
 
     name: str = "unnamed"
@@ -208,6 +211,9 @@ class Port:
     extents: Mapping[str, Sequence[int]] = {}
     givens: tuple[tuple[str, ...], ...] = ((),)
     adapter: AdapterConfig = AdapterConfig()
+    given_sigma: float = 0.0
+    shift: Mapping[str, float] = {}
+    time_axis: Mapping[str, int] = {}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
         self.scale, self.weights, self.device, self.dtype = scale, weights, device, dtype
@@ -300,6 +306,10 @@ class Port:
         """
         raise NotImplementedError
 
+    def computed_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that the engine must compute itself because the actor's state dict lacks them, by the engine's name, as the actor computes them."""
+        return {}
+
     # -- prompt ------------------------------------------------------------------------------------------------------------------------------
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids as the dataset stores them."""
@@ -343,6 +353,10 @@ class Port:
 
     def close(self) -> None:
         """Release engines and memory. Idempotent."""
+
+    def bound(self, *, float32: float, bfloat16: float) -> float:
+        """The bound that belongs to the dtype the port runs in; both come from measured spread."""
+        return float32 if self.dtype == "float32" else bfloat16
 
     def describe(self) -> dict[str, Any]:
         """What identifies this port in a certificate."""

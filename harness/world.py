@@ -50,11 +50,12 @@ class RankError(RuntimeError):
 
 
 class Rank:
-    """What a rank keeps between calls: its place in the world and whatever calls store in ``state``."""
+    """What a rank keeps between calls: its place in the world, whatever calls store in ``state``, and what to do when the world is closed."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, device: str, backend: str) -> None:
         self.rank, self.size, self.rendezvous, self.device, self.backend = rank, size, rendezvous, device, backend
         self.state: dict[str, Any] = {}
+        self.at_exit: list[Callable[[], None]] = []
 
 
 def preload(*modules: str) -> None:
@@ -194,10 +195,13 @@ class World:
             return
         self._closed = True
         for pipe in self._pipes:
-            pipe.close()
-        deadline = time.monotonic() + 2.0
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(_STOP)
+        deadline = time.monotonic() + 3.0
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        for pipe in self._pipes:
+            pipe.close()
         _kill(self._processes)
         self._finalizer.detach()
         self._scratch.cleanup()
@@ -230,6 +234,7 @@ class World:
         return f"exit code {code}; its last output is above" if code is not None else "its pipe closed"
 
 
+_STOP = b"stop"
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 
 
@@ -266,9 +271,9 @@ def _serve(pipe: Any, rank: int, size: int, rendezvous: str, device: str, backen
 
     threading.Thread(target=receive, daemon=True).start()
     place = Rank(rank, size, rendezvous, device, backend)
-    while True:
+    while (call := calls.get()) != _STOP:
         try:
-            function, args, kwargs = pickle.loads(calls.get())
+            function, args, kwargs = pickle.loads(call)
             answer: tuple[bool, Any] = (True, function(place, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -282,3 +287,5 @@ def _serve(pipe: Any, rank: int, size: int, rendezvous: str, device: str, backen
             pipe.send_bytes(message)
         except OSError:
             os._exit(0)
+    for clean_up in reversed(place.at_exit):
+        clean_up()

@@ -271,6 +271,7 @@ def start(rank: Rank) -> None:
         world_size=rank.size, rank=rank.rank, distributed_init_method=rank.rendezvous, local_rank=rank.rank, backend=rank.backend
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
+    rank.at_exit += [parallel_state.destroy_distributed_environment, parallel_state.destroy_model_parallel]
 
 
 def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
@@ -301,13 +302,14 @@ def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfi
     manager, pipeline = rank.state["manager"], rank.state["pipeline"]
     parts = rank.state["spec"].hand_over(state, config, rank.size)
     old = manager.list_adapters()
+    if version in old:  # the manager would keep the old weights and say nothing
+        raise ValueError(f"adapter version {version} is already registered; hand new weights over under a new version")
     pipeline.pending[version] = (parts, config)
     manager.set_active_adapter(LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep))  # an existing path; nothing is read from it
     for adapter in old:
-        if adapter != version:
-            manager.remove_adapter(adapter)
+        manager.remove_adapter(adapter)
     pipeline.pending.clear()
-    active = sum(any(layer._diffusion_lora_active_slices) for layer in manager._lora_modules.values())
+    active = sum(sum(layer._diffusion_lora_active_slices) for layer in manager._lora_modules.values())
     return BindReport(version=version, registered=len(parts), bound=active)
 
 

@@ -1,0 +1,261 @@
+"""The actor's LoRA broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace as with_fields
+from typing import Any
+
+from loudfail.harness import inject
+from loudfail.harness.port import AdapterConfig, Port, random_adapter
+from loudfail.harness.registry import fault
+
+
+@contextmanager
+def mended(port: Port) -> Iterator[None]:
+    """A healthy ``default`` after everything inside has been undone."""
+    try:
+        yield
+    finally:
+        port.add_adapter("default", port.adapter)
+        port.select_trainable("default")
+
+
+@fault("adapter", catches=["adapters::adding_an_adapter_leaves_the_training_one_trainable"], source="peft #3580, #2759, #1303")
+def adding_old_makes_it_the_trainable_one(port: Port) -> Iterator[None]:
+    """Adding ``old`` selects it, so that the optimizer steps a frozen adapter."""
+
+    def make(original: Any) -> Any:
+        def add_adapter(name: str, config: AdapterConfig) -> None:
+            original(name, config)
+            port.select_trainable(name)
+
+        return add_adapter
+
+    with mended(port), inject.replace(port, "add_adapter", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"], source="Tencent-Hunyuan/UniRL #155, #161")
+def alpha_is_lost(port: Port) -> Iterator[None]:
+    """The adapter is built with alpha = rank, so that its scale is 1."""
+    with inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, alpha=float(config.rank)))):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"])
+def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
+    """Rank-stabilized scaling on one side only: alpha / sqrt(r) instead of alpha / r."""
+    with inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, alpha=config.alpha * config.rank**0.5))):
+        yield
+
+
+@fault("adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="verl-omni #658")
+def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
+    """The last configured target is left out when the adapter is built."""
+    with mended(port), inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, targets=config.targets[:-1]))):
+        port.add_adapter("default", port.adapter)
+        yield
+
+
+@fault("adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="bghira/SimpleTuner #2629", ports=["h3"])
+def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:
+    """A target suffix also matches a module outside the blocks, whose adapter no rollout knows."""
+    extra = lambda original: lambda name, config: original(name, with_fields(config, targets=(*config.targets, "context_embedder")))  # noqa: E731
+    with mended(port), inject.replace(port, "add_adapter", extra):
+        port.add_adapter("default", port.adapter)
+        yield
+
+
+@fault("adapter", catches=["adapters::both_factors_have_the_configured_rank"])
+def the_configured_rank_is_ignored(port: Port) -> Iterator[None]:
+    """Every adapter is built with a rank of 8."""
+    with mended(port), inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, rank=8))):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::a_new_adapter_changes_nothing"], source="verl-omni commit 786dd36c (warm start)")
+def a_new_adapter_starts_warm(port: Port) -> Iterator[None]:
+    """A fresh adapter holds the weights of an earlier run."""
+
+    def make(original: Any) -> Any:
+        def add_adapter(name: str, config: AdapterConfig) -> None:
+            original(name, config)
+            port.load_adapter(name, random_adapter(port, config, 1))
+
+        return add_adapter
+
+    with mended(port), inject.replace(port, "add_adapter", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"], source="vllm #39278")
+def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
+    """PEFT's linear layer returns its base layer's output: the adapter is registered and applied to nothing."""
+    from peft.tuners.lora.layer import Linear
+
+    with inject.replace(Linear, "forward", lambda original: lambda self, x, *args, **kwargs: self.base_layer(x)):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity"], source="verl-omni #658")
+def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
+    """PEFT's linear layer skips its adapter in the widest projection."""
+    from peft.tuners.lora.layer import Linear
+
+    widest = max(out for out, _ in port.projections().values())
+
+    def make(original: Any) -> Any:
+        return lambda self, x, *args, **kwargs: self.base_layer(x) if self.base_layer.out_features == widest else original(self, x, *args, **kwargs)
+
+    with inject.replace(Linear, "forward", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="huggingface/trl #3926, diffusers #11832")
+def a_base_weight_trains_too(port: Port) -> Iterator[None]:
+    """Selecting the adapter leaves one base weight trainable."""
+
+    def make(original: Any) -> Any:
+        def select_trainable(name: str) -> None:
+            original(name)
+            first = next(p for n, p in port.actor.named_parameters() if "lora_" not in n)  # type: ignore[attr-defined]
+            first.requires_grad_(True)
+
+        return select_trainable
+
+    with mended(port), inject.replace(port, "select_trainable", make):
+        yield
+    next(p for n, p in port.actor.named_parameters() if "lora_" not in n).requires_grad_(False)  # type: ignore[attr-defined]
+
+
+@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="Flow-Factory commit 8bc04d0 (#123)")
+def the_policy_is_called_without_a_graph(port: Port) -> Iterator[None]:
+    """The policy's forward pass runs in a no-grad block."""
+    import torch
+
+    with inject.replace(port, "predict_velocity", lambda original: torch.no_grad()(original)):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="cloneofsimo/lora #26")
+def one_projection_is_detached(port: Port) -> Iterator[None]:
+    """The gradient stops at one projection's LoRA branch, as re-entrant checkpointing does with inputs that need none."""
+    from peft.tuners.lora.layer import Linear
+
+    widest = max(out for out, _ in port.projections().values())
+
+    def make(original: Any) -> Any:
+        def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, x, *args, **kwargs)
+            base = self.base_layer(x)
+            return base + (out - base).detach() if self.base_layer.out_features == widest else out
+
+        return forward
+
+    with inject.replace(Linear, "forward", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="diffusers #7048, StableTuner #126")
+def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
+    """After an evaluation that failed, the adapter it used stays in use."""
+
+    def make(original: Any) -> Any:
+        @contextmanager
+        def using(name: str | None) -> Iterator[None]:
+            context = original(name)
+            context.__enter__()
+            yield  # an exception passes by without leaving the context
+            context.__exit__(None, None, None)
+
+        return using
+
+    with mended(port), inject.replace(port, "using", make):
+        yield
+    port.actor.enable_adapters()  # type: ignore[attr-defined]
+
+
+@fault(
+    "adapter",
+    "objective",
+    "engine",
+    catches=["adapters::each_adapter_name_selects_its_own_weights", "rollout::velocity_replay_agrees_at_every_step"],
+    source="Tencent-Hunyuan/UniRL PR #21",
+)
+def the_old_policy_is_the_training_one(port: Port) -> Iterator[None]:
+    """Asking for ``old`` uses the adapter that trains."""
+    with inject.replace(port, "using", lambda original: lambda name: original("default" if name == "old" else name)):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::each_adapter_name_selects_its_own_weights"], source="huggingface/trl #1340, #4723")
+def the_reference_keeps_the_adapter(port: Port) -> Iterator[None]:
+    """Asking for the base model leaves the adapter on."""
+    with inject.replace(port, "using", lambda original: lambda name: nullcontext() if name is None else original(name)):
+        yield
+
+
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], source="pytorch #149205")
+def the_state_is_read_once_and_cached(port: Port) -> Iterator[None]:
+    """Reading an adapter gives what was read the first time."""
+    seen: dict[str, Any] = {}
+    with inject.replace(port, "adapter_state", lambda original: lambda name: seen.setdefault(name, original(name))):
+        yield
+
+
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"])
+def loading_swaps_key_and_value(port: Port) -> Iterator[None]:
+    """The states of two projections of one shape are exchanged when an adapter is loaded."""
+
+    def make(original: Any) -> Any:
+        def load_adapter(name: str, state: dict[str, Any]) -> None:
+            by_shape: dict[tuple[int, int], list[str]] = {}
+            for projection, shape in port.projections().items():
+                by_shape.setdefault(shape, []).append(projection)
+            a, b = next(names for names in by_shape.values() if len(names) > 1)[:2]
+            rename = {a: b, b: a}
+            original(name, {f"{rename.get(p, p)}.lora_{f}": v for key, v in state.items() for p, _, f in [key.partition(".lora_")]})
+
+        return load_adapter
+
+    with inject.replace(port, "load_adapter", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::adapter_strength_grows_with_b", "adapters::a_loaded_state_comes_back_bit_for_bit"], source="vllm #42125")
+def a_second_load_is_ignored(port: Port) -> Iterator[None]:
+    """Loading into an adapter that was loaded before does nothing."""
+    loaded: set[str] = set()
+
+    def make(original: Any) -> Any:
+        def load_adapter(name: str, state: Any) -> None:
+            if name not in loaded:
+                original(name, state)
+            loaded.add(name)
+
+        return load_adapter
+
+    with mended(port), inject.replace(port, "load_adapter", make):
+        yield
+
+
+@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="huggingface/trl #3234, #3500", ports=["h3"])
+def dropout_is_active(port: Port) -> Iterator[None]:
+    """LoRA dropout is on and the model is in training mode, so that two calls differ."""
+    import peft
+
+    actor = port.actor  # type: ignore[attr-defined]
+
+    def make(original: Any) -> Any:
+        return lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"lora_dropout": 0.5}))
+
+    with mended(port):
+        with inject.replace(peft.LoraConfig, "__init__", make):
+            port.add_adapter("default", port.adapter)
+            actor.train()
+            try:
+                yield
+            finally:
+                actor.eval()

@@ -1,0 +1,289 @@
+"""The rollout's model call and loop broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from loudfail.harness import inject
+from loudfail.harness.port import Port, Step, Trajectory
+from loudfail.harness.registry import fault
+
+VELOCITY = "rollout::the_base_velocity_is_the_actors"
+EFFECT = "rollout::the_adapters_effect_is_the_actors"
+REPLAY = "rollout::velocity_replay_agrees_at_every_step"
+LOOP = "rollout::the_rollouts_loop_ends_where_the_vendors_does"
+RECORDED = "rollout::recorded_steps_are_what_happened"
+BATCH = "rollout::a_batch_is_its_samples"
+RANKS = "rollout::all_ranks_return_the_same_velocity"
+SAME = "rollout::the_same_noise_gives_the_same_rollout"
+HEARS = "rollout::the_rollout_hears_every_modality_of_the_noise"
+
+
+def _engine_velocity(change: Any) -> Any:
+    """Patch the engine's model call in a rank: ``change(original)`` gets ``(self, model, latents, sigmas, conditions)``."""
+    from loudfail.harness.engines import vllm_omni
+
+    def make(original: Any) -> Any:
+        def velocity(rank: Any, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            return change(original, rank, latents, sigmas, conditions)
+
+        return velocity
+
+    return inject.replace(vllm_omni, "velocity", make)
+
+
+def label_is_sigma() -> Any:
+    return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: 1 - v for m, v in s.items()}, c))
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383")
+def the_engine_is_told_the_data_fraction(port: Port) -> Iterator[None]:
+    """The engine's time label runs the other way than the actor's."""
+    with inject.in_ranks(port, label_is_sigma):
+        yield
+
+
+def sign_is_data_ward() -> Any:
+    return _engine_velocity(lambda original, *args: {m: -v for m, v in original(*args).items()})
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383; splitmeanflow #2")
+def the_engines_velocity_is_reversed(port: Port) -> Iterator[None]:
+    """The engine's raw output is used without the sign change that its convention needs."""
+    with inject.in_ranks(port, sign_is_data_ward):
+        yield
+
+
+def one_sigma_for_the_batch() -> Any:
+    return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: v[:1].expand(len(v)) for m, v in s.items()}, c))
+
+
+@fault("objective", "engine", "adapter", catches=[BATCH, VELOCITY], source="diffusers #14355; FastVideo PR #885")
+def every_sample_gets_the_first_ones_sigma(port: Port) -> Iterator[None]:
+    """The batch is denoised at the noise level of its first sample."""
+    with inject.in_ranks(port, one_sigma_for_the_batch):
+        yield
+
+
+def last_rank_drifts() -> Any:
+    def change(original: Any, rank: Any, *args: Any) -> Any:
+        return {m: v * (1 + 1e-3 * (rank.rank == rank.size - 1 and rank.size > 1)) for m, v in original(rank, *args).items()}
+
+    return _engine_velocity(change)
+
+
+@fault("objective", "engine", catches=[RANKS], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4))
+def one_rank_returns_something_else(port: Port) -> Iterator[None]:
+    """The last rank's result differs by a thousandth; the driver reads rank 0."""
+    with inject.in_ranks(port, last_rank_drifts):
+        yield
+
+
+def rows_of_ranks_mix() -> Any:
+    def change(original: Any, rank: Any, *args: Any) -> Any:
+        result = original(rank, *args)
+        return {m: torch.full_like(v, float("nan")) for m, v in result.items()} if rank.size == 1 else result
+
+    return _engine_velocity(change)
+
+
+@fault("objective", "engine", catches=[RANKS], degrees=(1,))
+def the_single_rank_returns_nan(port: Port) -> Iterator[None]:
+    """At tensor parallel 1 the velocity is not a number."""
+    with inject.in_ranks(port, rows_of_ranks_mix):
+        yield
+
+
+def padding_is_attended() -> Any:
+    from vllm_omni.diffusion.attention.backends import sdpa
+
+    return inject.replace(sdpa, "_maybe_reshape_attn_mask", lambda original: lambda *args, **kwargs: None)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="mosaicml/diffusion #147, #149", ports=["h3"])
+def padding_rows_are_attended(port: Port) -> Iterator[None]:
+    """The engine pads its packed sequence to a multiple of 64 rows and attends to the padding."""
+    with inject.in_ranks(port, padding_is_attended):
+        yield
+
+
+def prompt_is_dropped() -> Any:
+    from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+
+    def make(original: Any) -> Any:
+        return lambda self, *, text_embeddings, **kwargs: original(self, text_embeddings=torch.zeros_like(text_embeddings), **kwargs)
+
+    return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="ComfyUI #15805", ports=["h3"])
+def the_engine_ignores_the_prompt(port: Port) -> Iterator[None]:
+    """The prompt embedding that the engine uses is zero."""
+    with inject.in_ranks(port, prompt_is_dropped):
+        yield
+
+
+def two_tokens_swapped() -> Any:
+    from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+
+    def make(original: Any) -> Any:
+        def init(self: Any, *, text_embeddings: torch.Tensor, **kwargs: Any) -> None:
+            order = torch.arange(len(text_embeddings))
+            if len(order) > 2:
+                order[[1, 2]] = order[[2, 1]]
+            original(self, text_embeddings=text_embeddings[order], **kwargs)
+
+        return init
+
+    return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit 786dd36c (token ids)", ports=["h3"])
+def two_prompt_tokens_change_places(port: Port) -> Iterator[None]:
+    """The engine sees the prompt with two neighbouring tokens exchanged."""
+    with inject.in_ranks(port, two_tokens_swapped):
+        yield
+
+
+def audio_walks_the_video_schedule() -> Any:
+    from loudfail.harness.ports.h3 import H3Fused
+
+    return inject.replace(H3Fused, "grid", lambda original: lambda self, calls: dict.fromkeys(("video", "audio"), original(self, calls)["video"]))
+
+
+@fault("objective", "vendor", "engine", "adapter", catches=[LOOP], source="ostris/ai-toolkit #720", ports=["h3"])
+def audio_is_sampled_on_the_videos_schedule(port: Port) -> Iterator[None]:
+    """One schedule serves both modalities in the rollout; it is self-consistent, so that only the vendor's loop tells."""
+    with inject.in_ranks(port, audio_walks_the_video_schedule):
+        yield
+
+
+def audio_label_is_the_videos() -> Any:
+    from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+
+    def make(original: Any) -> Any:
+        return lambda self, timesteps, *, t_video, t_audio, **kwargs: original(self, timesteps, t_video=t_video, t_audio=t_video, **kwargs)
+
+    return inject.replace(MiniMaxH3DenoiseBranch, "fill_timesteps", make)
+
+
+@fault("objective", "vendor", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="ostris/ai-toolkit #720", ports=["h3"])
+def audio_rows_carry_the_videos_time(port: Port) -> Iterator[None]:
+    """Audio rows walk their own schedule and are labelled with the video's time."""
+    with inject.in_ranks(port, audio_label_is_the_videos):
+        yield
+
+
+def rotary_positions_start_at_zero() -> Any:
+    from vllm_omni.diffusion.models.minimax_h3 import packed_sequence
+
+    def make(original: Any) -> Any:
+        return lambda n, origin: original(n, 0.0)
+
+    return inject.replace(packed_sequence, "_video_t_grid", make)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="vllm-omni #4443; verl-omni commit fe48aeee", ports=["h3"])
+def video_positions_ignore_the_prompts_length(port: Port) -> Iterator[None]:
+    """The engine's rotary clock of the video starts at zero instead of after the prompt."""
+    with inject.in_ranks(port, rotary_positions_start_at_zero):
+        yield
+
+
+def _recorded(change: Any) -> Any:
+    """Patch what the driver gets back from a rollout (the driver side of the engine)."""
+    from loudfail.harness.engines.vllm_omni import VllmOmniRollout
+
+    return inject.replace(VllmOmniRollout, "rollout", lambda original: lambda self, noise, calls, conditions: change(original, self, noise, calls, conditions))
+
+
+@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], source="verl-omni issue #280")
+def sigmas_are_recorded_one_step_late(port: Port) -> Iterator[None]:
+    """Each recorded step carries the sigma of the step before."""
+
+    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        steps = original(self, noise, calls, conditions).steps
+        return Trajectory([Step(s.latents, before.sigmas, s.velocity, s.after) for s, before in zip(steps, [steps[0], *steps[:-1]], strict=True)])
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY])
+def latents_are_recorded_after_the_step(port: Port) -> Iterator[None]:
+    """The recorder keeps the latents that came out instead of those that went in."""
+
+    def change(original: Any, *args: Any) -> Trajectory:
+        return Trajectory([Step(s.after, s.sigmas, s.velocity, s.after) for s in original(*args).steps])
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", catches=[RECORDED])
+def the_last_step_is_recorded_twice(port: Port) -> Iterator[None]:
+    """The record repeats its last step in place of the one before."""
+
+    def change(original: Any, *args: Any) -> Trajectory:
+        steps = original(*args).steps
+        return Trajectory([*steps[:-2], steps[-1], steps[-1]])
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", "adapter", catches=[REPLAY], source="verl-omni issue #280, PR #279")
+def the_rollout_makes_one_call_less(port: Port) -> Iterator[None]:
+    """A step count is adjusted once too often: N − 1 model calls."""
+    with _recorded(lambda original, self, noise, calls, conditions: original(self, noise, calls - 1, conditions)):
+        yield
+
+
+@fault("objective", "engine", catches=[SAME], source="diffusers #13678, #10964")
+def the_rollout_adds_noise_of_its_own(port: Port) -> Iterator[None]:
+    """Hidden randomness: the given noise is mixed with fresh noise."""
+
+    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        return original(self, {m: v + 0.01 * torch.randn_like(v) for m, v in noise.items()}, calls, conditions)
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", catches=[SAME, RECORDED, HEARS], source="verl-omni commit e71e6579 (#60)")
+def every_rollout_starts_from_one_seed(port: Port) -> Iterator[None]:
+    """The given noise is ignored; each rollout draws from the same seed."""
+
+    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        generator = torch.Generator().manual_seed(0)
+        return original(self, {m: torch.randn(v.shape, generator=generator) for m, v in noise.items()}, calls, conditions)
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", catches=[HEARS, RECORDED])
+def the_last_modality_starts_from_one_seed(port: Port) -> Iterator[None]:
+    """Only the last modality ignores its noise."""
+
+    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        fixed = port.modalities[-1]
+        drawn = torch.randn(noise[fixed].shape, generator=torch.Generator().manual_seed(0))
+        return original(self, dict(noise) | {fixed: drawn}, calls, conditions)
+
+    with _recorded(change):
+        yield
+
+
+def rounded_to_bfloat16() -> Any:
+    return _engine_velocity(lambda original, *args: {m: v.bfloat16().float() for m, v in original(*args).items()})
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291")
+def the_engine_answers_in_bfloat16(port: Port) -> Iterator[None]:
+    """The engine's velocity is rounded to bfloat16 on its way out."""
+    with inject.in_ranks(port, rounded_to_bfloat16):
+        yield
