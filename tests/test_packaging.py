@@ -40,9 +40,8 @@ def shipped(root: Path) -> set[str]:
 def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
     """Output of a command in a clean environment; fails the test with that output on any other exit code."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "PYTHONPATH", "LOUDFAIL_"))}
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
-    )
+    line = [str(part) for part in command]
+    done = subprocess.run(line, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
     assert done.returncode == code, f"{command}: exit code {done.returncode}, expected {code}\n{done.stdout[-4000:]}"
     return done.stdout
 
