@@ -62,9 +62,9 @@ class Result:
 
 
 def verdict(results: list[Result]) -> Literal["holds", "violated", "error"]:
-    """``error`` if any check could not be carried out, else ``violated`` if any failed, else ``holds``. An empty run is an error."""
+    """``error`` if any check could not be carried out or none was, else ``violated`` if any failed, else ``holds``."""
     statuses = {result.status for result in results}
-    if not results or "error" in statuses:
+    if statuses <= {"uncovered", "unavailable"} or "error" in statuses:
         return "error"
     return "violated" if statuses & {"violated", "fixed"} else "holds"
 

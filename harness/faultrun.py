@@ -1,0 +1,134 @@
+"""``loudfail faults``: the clean port first, then one fault after another, and the kill matrix of them all."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from loudfail.harness import environment, registry
+from loudfail.harness.gate import Gate
+from loudfail.harness.killmatrix import OUTCOMES, Kill, applicable, kill_each
+from loudfail.harness.options import Options, UsageProblem, prepare_folder
+from loudfail.harness.portcheck import PortProblem
+from loudfail.harness.progress import StatusLine, failure_text
+from loudfail.harness.record import write_json
+from loudfail.harness.registry import Fault, Invariant
+from loudfail.harness.result import Result
+
+SCHEMA = "loudfail.faults/1"
+
+
+def choose(names: Sequence[str], text: str = "") -> list[Fault]:
+    """The faults of these ids (all, if there are none) whose id contains the text.
+
+    Raises:
+        UsageProblem: an id does not exist (the nearest are named), or nothing is left.
+    """
+    faults = {fault.id: fault for fault in registry.faults()}
+    for name in names:
+        if name not in faults:
+            raise UsageProblem(str(registry.nearest(name, faults, "fault")))
+    chosen = [fault for fault in faults.values() if (not names or fault.id in names) and text in fault.id]
+    if not chosen:
+        raise UsageProblem(f"no fault's id contains {text!r}; see `loudfail list`" if text else "no faults are installed")
+    return chosen
+
+
+def run(options: Options, names: Sequence[str], text: str = "") -> int:
+    """Run the kill matrix and print it; written to ``faults.json`` if there is a folder.
+
+    Returns:
+        0 if every fault was caught and the clean port raised no alarm, 1 if not, 5 if no fault applies to the port.
+
+    Raises:
+        UsageProblem: nothing could be run.
+    """
+    started = time.perf_counter()
+    gate = Gate(options)
+    chosen = choose(names, text)
+    if options.out is not None:
+        prepare_folder(options.out, ["faults.json"])
+    line = StatusLine()
+    line.print(f"loudfail faults {options.port} · TP {','.join(map(str, options.degrees))} · {len(chosen)} faults")
+    try:
+        gate.construct()
+        faults = [fault for fault in chosen if gate.port is None or applicable(fault, gate.port)]
+        named = {name for fault in faults for name in fault.catches}
+        invariants = [invariant for invariant in registry.invariants() if invariant.id in named]
+        if faults and isinstance(problem := next((p for i in invariants for d in gate.degrees_of(i) if (p := gate.problem(i, d))), None), PortProblem):
+            line.print(f"ERROR the port does not work: {problem}")
+            return 1
+        if not faults:
+            line.print(f"none of the {len(chosen)} faults applies to {options.port}; it lacks the seams that they break")
+            return 5
+        alarms = _baseline(gate, invariants, line)
+        kills = _matrix(gate, faults, invariants, line)
+    finally:
+        gate.close()
+    record = summarize(options, chosen, kills, alarms, time.perf_counter() - started)
+    if options.out is not None:
+        write_json(options.out / "faults.json", record)
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in record["counts"].items() if number)
+    weakest = record["weakest_margin"]
+    line.print(
+        f"{counts} of {len(kills)} · {len(alarms)} false alarms · {record['not_applicable']} not applicable · "
+        f"weakest margin {'none' if weakest is None else f'{weakest:.3g}×'} · {record['seconds']:.1f} s"
+    )
+    if options.out is not None:
+        line.print(f"written to {options.out / 'faults.json'}")
+    return 1 if alarms or any(kill.outcome != "caught" for kill in kills) else 0
+
+
+def _baseline(gate: Gate, invariants: Sequence[Invariant], line: StatusLine) -> list[Result]:
+    """Results of the clean port that would be false alarms."""
+    pairs = [(invariant, degree) for invariant in invariants for degree in gate.degrees_of(invariant)]
+    pairs.sort(key=lambda pair: pair[1] is not None or "engine" in pair[0].seams)  # the ranks import meanwhile
+    alarms, skipped, started = [], 0, time.perf_counter()
+    for number, (invariant, degree) in enumerate(pairs, 1):
+        line.show(f"clean port: {number} of {len(pairs)} · {invariant.id}")
+        result = gate.check(invariant, degree)
+        skipped += result.status in ("uncovered", "unavailable")
+        if result.status not in ("holds", "uncovered", "unavailable"):
+            alarms.append(result)
+            line.print(f"FALSE ALARM {failure_text(result)}")
+    line.print(f"clean port: {len(pairs)} checks, {len(alarms)} false alarms, {skipped} not run · {time.perf_counter() - started:.1f} s")
+    return alarms
+
+
+def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant], line: StatusLine) -> list[Kill]:
+    kills: list[Kill] = []
+
+    def progress(kill: Kill) -> None:
+        kills.append(kill)
+        margin = f"{kill.margin:.3g}×" if kill.margin is not None and math.isfinite(kill.margin) else "exact" if kill.margin else ""
+        text = f"{len(kills):>3} of {len(faults)}  {kill.outcome:<8} {kill.fault:<64} {margin:>10} {kill.seconds:5.1f} s"
+        line.print(text if kill.outcome == "caught" else f"{text}\n      {kill.message}")
+        for result in kill.results:
+            result.rerun = f"loudfail faults {gate.options.port} {kill.fault}"
+
+    kill_each(faults, gate.port, invariants, gate.options.degrees, progress=progress)
+    return kills
+
+
+def summarize(options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], alarms: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """The record ``faults.json``. A margin is ``got / bound`` of the weakest violation; null where the claim is exact and there is no bound to exceed."""
+    margins = {kill.fault: kill.margin if kill.margin is not None and math.isfinite(kill.margin) else None for kill in kills}
+    finite = [margin for margin in margins.values() if margin is not None]
+    named = {name for fault in chosen for name in fault.catches}
+    return {
+        "schema": SCHEMA,
+        "port": options.port,
+        "degrees": list(options.degrees),
+        "counts": {outcome: sum(kill.outcome == outcome for kill in kills) for outcome in OUTCOMES},
+        "not_applicable": len(chosen) - len(kills),
+        "false_alarms": len(alarms),
+        "alarms": [result.to_dict() for result in alarms],
+        "unbroken": sorted(invariant.id for invariant in registry.invariants() if invariant.id not in named),
+        "margins": margins,
+        "weakest_margin": min(finite, default=None),
+        "seconds": round(seconds, 3),
+        "environment": environment.describe("cpu" if options.device == "auto" else options.device),
+        "matrix": [kill.to_dict() | {"margin": margins[kill.fault]} for kill in kills],
+    }

@@ -1,0 +1,1 @@
+"""A small suite of invariants and faults for tests of the front doors: it stands where `loudfail.invariants` does, see `toyselect`."""
