@@ -89,8 +89,9 @@ class Worker:
         return header, reply
 
     def _tail(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()[-8:]
+        log = self._log.fileno()
+        end = os.fstat(log).st_size  # read without moving the offset, which the child writes at
+        lines = os.pread(log, 4000, max(0, end - 4000)).decode(errors="replace").strip().splitlines()[-8:]
         return "; it last wrote:\n  " + "\n  ".join(lines) if lines else ""
 
 
