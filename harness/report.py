@@ -13,8 +13,8 @@ Record (keys marked ? may be missing):
   ``required``? (list), ``configuration``? (`Port.describe`, if ``port`` is only the name), ``seams``? (seam → its missing methods)
 - ``faults``?: the record of ``faults.json``: ``counts`` (outcome → number), ``false_alarms`` (number or list), ``matrix`` (`Kill.to_dict` of each,
   in a list or by id)
-- ``layout``?: list with one dictionary a sample, see `layout_of`: ``title``, ``modality`` (a name per row, ``"text"`` for text), ``given`` (a flag per
-  row), ``sigma`` (a number per row, None where the model is told none), ``position`` (coordinates per row), ``axes``? (their names)
+- ``layout``?: list with one dictionary a sample, see `layout_of`: ``title``, ``modality`` (a name per row, ``"text"`` for text), ``given`` (a flag
+  per row), ``sigma`` (a number per row, None where the model is told none), ``position`` (coordinates per row), ``axes``? (their names)
 - ``goldens``?: list with one dictionary a golden: ``name``, ``outcome`` (``same``, ``drifted``, ``changed``), ``first``? (the first probe that
   differs), ``versions``? (package → [then, now]), ``message``?, ``probes``?: list of ``name``, ``error``, ``tolerance``
 """
@@ -194,7 +194,7 @@ def digits(value: float | None, places: int = 3) -> str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
     if value == 0 or 0.01 <= abs(value) < 10000:
-        return f"{value:.{places}g}" if abs(value) < 10**places else f"{value:.0f}"
+        return f"{value:.{places}g}" if abs(value) < 10**places - 0.5 else f"{value:.0f}"
     return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].strip('+')}{m[2]}", f"{value:.{places - 1}g}")
 
 
@@ -245,6 +245,8 @@ def _summary(report: Record) -> Iterator[str]:
     added = " + ".join(f"{n} {_md(status)}" for status, n in counts)
     took, peak = duration(number(report.get("seconds"))), size(number(report.get("peak_rss_bytes")))
     yield f"{added or '0'} = **{report.get('declared')} declared** · {took} · {peak} peak\n"
+    if not results and not kills(report):
+        yield "> **Nothing was checked.**\n"
     for text in contradictions(report):
         yield f"> **This record does not add up:** {_md(text)}.\n"
     for text in notices(report):
@@ -272,8 +274,8 @@ def _summary(report: Record) -> Iterator[str]:
         yield from _summary_faults(report)
     if goldens := report.get("goldens"):
         yield f"## Goldens ({len(goldens)})\n"
-        rows = [(_code(str(g["name"])), f"{ICONS.get(g['outcome'], '')} {_md(g['outcome'])}", _code(str(g.get("first") or "–"))) for g in goldens]
-        yield from _table(("golden", "outcome", "first probe that differs"), rows)
+        compared = [(_code(str(g["name"])), f"{ICONS.get(g['outcome'], '')} {_md(g['outcome'])}", _code(str(g.get("first") or "–"))) for g in goldens]
+        yield from _table(("golden", "outcome", "first probe that differs"), compared)
     held = [(m, r) for r in results if r["status"] == "holds" and (m := margin(r)) is not None]
     if held:
         yield "## Tightest margins of what holds\n"
@@ -285,8 +287,8 @@ def _summary(report: Record) -> Iterator[str]:
     if results:
         yield "## Slowest\n"
         slowest = sorted(results, key=lambda r: -(number(r.get("seconds")) or 0))[:5]
-        rows = [(_code(title(r)), duration(number(r.get("seconds"))), str(r.get("examples", 1))) for r in slowest]
-        yield from _table(("check", "time", "inputs"), rows)
+        timed = [(_code(title(r)), duration(number(r.get("seconds"))), str(r.get("examples", 1))) for r in slowest]
+        yield from _table(("check", "time", "inputs"), timed)
 
 
 def _summary_faults(report: Record) -> Iterator[str]:

@@ -68,6 +68,8 @@ def _headline(report: Record) -> str:
     changed = sum(golden["outcome"] == "changed" for golden in report.get("goldens") or [])
     parts += [f"{changed} golden{'s' if changed != 1 else ''} changed"] if changed else []
     held = int(counts.get("holds") or 0)
+    if not report.get("results"):
+        return ", ".join(parts) or ("Every fault was caught." if views.kills(report) else "Nothing was checked.")
     if parts:
         return ", ".join(parts) + f"; {held} hold."
     return f"All {held} checks hold." if held == declared else f"{held} of {declared} checks hold, none is violated."
@@ -103,7 +105,7 @@ def _links(results: list[Record]) -> list[dict[str, Any]]:
     order = {link: place for place, link in enumerate(CHAIN)}
     drawn = []
     for link, checks in sorted(links.items(), key=lambda item: order.get(item[0], len(order))):
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "id": name,
                 "claim": runs[0].get("claim") or name,
