@@ -73,3 +73,15 @@ def test_links_lead_to_files(document: str) -> None:
     here = (ROOT / document).parent
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()) if "://" not in link]
     assert [link for link in links if link and not (here / link).exists()] == []
+
+
+def test_the_records_are_documented_as_they_are() -> None:
+    from loudfail.harness import certificate, faultrun, gate, killmatrix, result
+
+    text = (ROOT / "docs" / "records.md").read_text()
+    for name, schema in {"report.json": gate.SCHEMA, "gate.json": certificate.SCHEMA, "faults.json": faultrun.SCHEMA}.items():
+        assert f"## {name}: `{schema}`" in text
+    table = re.findall(r"^\| `([a-z]+)` \|.*\|(.*)\|$", text, re.MULTILINE)
+    assert {status: "yes" in fails for status, fails in table if status in result.STATUSES} == {s: s in result.FAILING for s in result.STATUSES}
+    assert all(f"`{outcome}`" in text for outcome in killmatrix.OUTCOMES)
+    assert [field for field in certificate.SHARED if f"`{field}`" not in text] == []
