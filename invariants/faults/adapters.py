@@ -162,10 +162,13 @@ def one_projection_is_detached(port: Port) -> Iterator[None]:
 def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
     """After an evaluation that failed, the adapter it used stays in use."""
 
+    kept = []  # a context that is garbage-collected is left, so the broken code's contexts are kept
+
     def make(original: Any) -> Any:
         @contextmanager
         def using(name: str | None) -> Iterator[None]:
             context = original(name)
+            kept.append(context)
             context.__enter__()
             yield  # an exception passes by without leaving the context
             context.__exit__(None, None, None)
