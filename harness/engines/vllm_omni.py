@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 #: What the server imports before ranks are forked.
 PRELOAD = ("loudfail.harness.engines.vllm_omni_imports",)
+
+
+#: Bytes of base weights up to which they go through the pipes.
+_PIPE_LIMIT = 2**28
 
 
 class FusedModel(Protocol):
@@ -75,17 +80,20 @@ class VllmOmniRollout:
         degree: tensor-parallel degree; that many ranks.
         dtype: ``float32`` or ``bfloat16``.
         device: ``cpu`` or ``cuda``.
+        threads: torch threads of each rank.
 
     Raises:
         Unavailable: vllm or vllm-omni is not installed.
         RankError: a rank failed while it was built.
     """
 
-    def __init__(self, model: FusedModel, degree: int, *, dtype: str = "float32", device: str = "cpu", timeout: float | None = None) -> None:
+    def __init__(
+        self, model: FusedModel, degree: int, *, dtype: str = "float32", device: str = "cpu", threads: int = 1, timeout: float | None = None
+    ) -> None:
         require_installed()
         self.model, self.degree, self.dtype, self.device = model, degree, dtype, device
         backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= degree else "gloo"
-        self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT)
+        self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)})
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -96,7 +104,16 @@ class VllmOmniRollout:
     def load_base(self, state: Mapping[str, torch.Tensor]) -> None:
         if self._loaded:  # vLLM repacks weights after loading on a CPU, so a second load needs a fresh model
             self.rebuild()
-        self.world.call(load_base, dict(state))
+        size = sum(value.numel() * value.element_size() for value in state.values())
+        if size < _PIPE_LIMIT:
+            self.world.call(load_base, dict(state))
+        else:  # through a file that the ranks map, so that the weights are in memory once and not once a rank
+            from safetensors.torch import save_file
+
+            with tempfile.TemporaryDirectory(prefix="loudfail-base-") as folder:
+                file = os.path.join(folder, "base.safetensors")
+                save_file({name: value.contiguous() for name, value in state.items()}, file)
+                self.world.call(load_base, file)
         self._loaded = True
 
     def base_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -201,7 +218,7 @@ def require_installed() -> None:
 
 # ------------------------------------------------------------------------------------------------------- what follows runs in the ranks
 
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass
@@ -252,7 +269,7 @@ class Pipeline(torch.nn.Module):
 def start(rank: Rank) -> None:
     """Process groups of vLLM and vLLM-Omni's tensor parallelism."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
     # vLLM-Omni's projection cache sends.
     os.environ["VLLM_DIST_IDENT"] = f"loudfail-{rank.rank}"
@@ -290,10 +307,30 @@ def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
 
 
 @torch.no_grad()
-def load_base(rank: Rank, state: dict[str, torch.Tensor]) -> None:
-    rank.state["spec"].load(rank.state["pipeline"].transformer, state)
+def load_base(rank: Rank, state: dict[str, torch.Tensor] | str) -> None:
+    """Load the actor's base weights, given as tensors or as the name of a safetensors file, and do what vLLM's loader does after loading."""
+    rank.state["spec"].load(rank.state["pipeline"].transformer, _MappedFile(state) if isinstance(state, str) else state)
     for module in rank.state["linears"].values():
         module.quant_method.process_weights_after_loading(module)
+
+
+class _MappedFile(Mapping[str, torch.Tensor]):
+    """Tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: str) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(file, framework="pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
