@@ -75,6 +75,14 @@ def test_links_lead_to_files(document: str) -> None:
     assert [link for link in links if link and not (here / link).exists()] == []
 
 
+def test_the_violation_that_is_shown_is_one_of_the_suite() -> None:
+    from loudfail.harness.registry import invariants
+
+    shown = re.search(r"^VIOLATED (\S+?)\[tp2\]\n +claim  (.*)$", TEXT, re.MULTILINE)
+    assert shown is not None
+    assert {one.id: one.claim for one in invariants()}.get(shown[1]) == shown[2]
+
+
 def test_the_records_are_documented_as_they_are() -> None:
     from loudfail.harness import certificate, faultrun, gate, killmatrix, result
 
