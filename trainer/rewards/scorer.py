@@ -153,6 +153,8 @@ def checked(name: str, outputs: Mapping[str, Any] | Sequence[str], result: Mappi
     Raises:
         ScorerFailed: a sub-score is missing, was not declared, has another shape, or is not finite.
     """
+    if not isinstance(result, Mapping):
+        raise ScorerFailed(f"{name}: gave {type(result).__name__}; want one tensor for each of {sorted(outputs)}")
     missing, surplus = sorted(set(outputs) - set(result)), sorted(set(result) - set(outputs))
     if missing or surplus:
         raise ScorerFailed(f"{name}: sub-scores missing {missing}, not declared {surplus}")
