@@ -39,8 +39,8 @@ def seeds(port: Port) -> SearchStrategy[int]:
 def the_velocity_is_that_of_the_vendors_loop(port: Port, case: Case, calls: int) -> None:
     """At every call of the vendor's sampling loop, the port's velocity is the one by which that loop moved the latents, per modality.
 
-    The vendor's loop labels rows, signs outputs and steps in its own convention, from upstream parts alone; its latents before and after say which way and
-    how far it went. Sees sigma passed as data fraction, a sign, one modality's time for the other, wrong row labels, wrong text labels.
+    The vendor's loop labels rows, signs outputs and steps in its own convention, from upstream parts alone; its latents before and after say which
+    way and how far it went. Sees sigma passed as data fraction, a sign, one modality's time for the other, wrong row labels, wrong text labels.
     Does not see what vendor and port do wrong together: the trained model and the other framework do.
     """
     trajectory = port.vendor_rollout(case.normal("noise", port.shapes(case)), calls, port.conditions(case))
@@ -108,8 +108,8 @@ def every_generated_row_is_told_the_level_it_is_at(port: Port, case: Case) -> No
 def the_samples_of_a_batch_do_not_influence_each_other(port: Port, case: Case) -> None:
     """A sample's velocity is the same alone as in a batch with other prompts, prompt lengths, noise levels and latents, and in any order.
 
-    Models that pack one sequence take one list of noise levels for the whole batch and use it silently for every sample. Sees that, padding that leaks,
-    positions that go on counting from sample to sample, and results that come back in another order.
+    Models that pack one sequence take one list of noise levels for the whole batch and use it silently for every sample. Sees that, padding that
+    leaks, positions that go on counting from sample to sample, and results that come back in another order.
     """
     latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
     with no_grad():
@@ -125,22 +125,25 @@ def the_samples_of_a_batch_do_not_influence_each_other(port: Port, case: Case) -
             where = f"sample {index} of {case.batch}"
             require_each_close({m: together[m][index] for m in alone}, {m: v[0] for m, v in alone.items()}, bound=bound, where=where)
             require_each_close(
-                {m: turned[m][case.batch - 1 - index] for m in alone}, {m: v[0] for m, v in alone.items()}, bound=bound, where=f"{where}, reversed batch"
+                {m: turned[m][case.batch - 1 - index] for m in alone},
+                {m: v[0] for m, v in alone.items()},
+                bound=bound,
+                where=f"{where}, reversed batch",
             )
 
 
-@invariant("objective", examples=6, case=cases(batch=(1, 1)))
+@invariant("objective", examples=3, case=cases(batch=(1, 1)))
 def nearby_levels_are_told_apart(port: Port, case: Case) -> None:
     """Moving one modality's sigma by 0.0005 changes the velocity: the level reaches the model unrounded.
 
     A level cast to bfloat16 or to an integer step before its embedding takes two hundred values instead of a continuum; neighbouring calls of a long
-    rollout then share one label. Four steps a tenth apart are tried, so that no rounding grid hides between them.
+    rollout then share one label. Several levels are tried, so that no rounding grid falls between them by chance.
     """
     latents, conditions = case.normal("latents", port.shapes(case)), port.conditions(case)
     base = case.sigmas("sigmas", port.modalities, low=0.1, high=0.85)
     for modality in port.modalities:
         changes = []
-        for step in range(4):
+        for step in range(3):
             here = {m: s + (0.0317 * step if m == modality else 0) for m, s in base.items()}
             there = here | {modality: here[modality] + 5e-4}
             with no_grad():
@@ -153,7 +156,8 @@ def nearby_levels_are_told_apart(port: Port, case: Case) -> None:
 def the_same_call_gives_the_same_velocity(port: Port, case: Case) -> None:
     """Velocity is a function of latents, sigmas and conditions: the same bits again, after other calls, and with gradients on.
 
-    Dropout that is active on one side, noise drawn anew for given frames, or a cache keyed by too little make the policy ratio differ from 1 at the start.
+    Dropout that is active on one side, noise drawn anew for given frames, or a cache keyed by too little make the policy ratio differ from 1 at the
+    start.
     """
     latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
     with no_grad():
@@ -186,15 +190,17 @@ def a_trained_velocity_points_from_data_to_noise(port: Port, seed: int, level: f
         target = noise[modality] - clean[modality]
         right, wrong = float((v - target).square().mean()), float((-v - target).square().mean())
         chart(f"sign/{modality}", right / wrong)
-        require_close(torch.tensor(right), torch.tensor(0.0), bound=0.5, scale=wrong, where=f"{modality}, sigma {level:.3f}, error against that of −v")
+        require_close(
+            torch.tensor(right), torch.tensor(0.0), bound=0.5, scale=wrong, where=f"{modality}, sigma {level:.3f}, error against that of −v"
+        )
 
 
 @invariant("objective", "trained", examples=3, scales=("tiny",), seed=seeds, level=levels)
 def a_trained_model_hears_sigma_as_the_noise_fraction(port: Port, seed: int, level: float) -> None:
     """On data that the model was trained on, telling it a modality's true sigma predicts better than telling it one minus sigma, per modality.
 
-    With sigma passed as data fraction the loss is a few per cent higher, training runs and the reward rises; only what the model has learned knows which end
-    of the axis is noise.
+    With sigma passed as data fraction the loss is a few per cent higher, training runs and the reward rises; only what the model has learned knows
+    which end of the axis is noise.
     """
     clean, noise, latents, sigmas, conditions = _losses(port, seed, level)
     with no_grad():

@@ -53,8 +53,8 @@ def packing_moves_values_and_makes_none(port: Port, case: Case) -> None:
 def the_vendors_loop_starts_from_the_noise_it_was_given(port: Port, case: Case) -> None:
     """What the port unpacks from the rows that the vendor made of some noise is that noise, bit for bit.
 
-    The vendor's own packing is the oracle of the port's unpacking, so that a round trip of two equal mistakes is seen: transposed patches, channel-major
-    against time-major audio.
+    The vendor's own packing is the oracle of the port's unpacking, so that a round trip of two equal mistakes is seen: transposed patches,
+    channel-major against time-major audio.
     """
     noise = addresses(port, case)
     first = port.vendor_rollout(noise, 1, port.conditions(case)).steps[0]
@@ -80,7 +80,7 @@ def the_model_sees_the_packed_rows_and_nothing_else(port: Port, case: Case) -> N
 
 @invariant("objective", "packing", examples=6, case=cases(batch=(1, 3)))
 def every_row_is_counted_under_its_modality(port: Port, case: Case) -> None:
-    """The sequence has one text row a prompt token, the packed rows of each modality, and given rows in no other number than their frames need.
+    """The sequence has a text row for each row of the embedding, the packed rows of each modality, and the given rows that their frames need.
 
     Sees prompts that are cut or padded, rows that are dropped or doubled, and given frames that were left out.
     """
@@ -92,22 +92,27 @@ def every_row_is_counted_under_its_modality(port: Port, case: Case) -> None:
     for index, (table, condition) in enumerate(zip(tables, conditions, strict=True)):
         where = f"sample {index} of {case.batch}, given {case.given}"
         if "text" in table.modality:
-            tokens = len(condition.prompt_ids)
-            require(table.modality.count("text") == tokens, got=f"{table.modality.count('text')} text rows", want=f"{tokens} tokens", where=where)
+            tokens = len(condition.embeds)
+            require(table.modality.count("text") == tokens, got=f"{table.modality.count('text')} text rows", want=f"{tokens} rows", where=where)
         given = sum(latent.numel() for latent in condition.given.values())
         for modality in port.modalities:
             generated = int((~table.given_of(modality)).sum())
-            require(generated == packed[modality].shape[1], got=f"{generated} rows", want=f"{packed[modality].shape[1]} rows", where=f"{where}, {modality}")
+            require(
+                generated == packed[modality].shape[1],
+                got=f"{generated} rows",
+                want=f"{packed[modality].shape[1]} rows",
+                where=f"{where}, {modality}",
+            )
             given -= int(table.given_of(modality).sum()) * packed[modality].shape[2]
         require(given == 0, got=f"{given} given values that no row holds", want="all of them", where=where)
 
 
 @invariant("objective", "packing", examples=6, case=cases(batch=(1, 2)))
 def rows_stand_in_the_order_of_their_time(port: Port, case: Case) -> None:
-    """A row's time coordinate grows with the frame or audio step whose values it holds, is the same for rows of one step, and starts alike in all modalities.
+    """A row's time grows with the frame or audio step whose values it holds, is the same for rows of one step, and starts alike in all modalities.
 
-    The latents hold the index of their step, so each row says itself when it is. Sees reversed or shuffled positions, audio rows ordered by another axis
-    than their positions, and two modalities whose clocks start apart. Does not see a wrong pace: the other framework's velocity does.
+    The latents hold the index of their step, so each row says itself when it is. Sees reversed or shuffled positions, audio rows ordered by another
+    axis than their positions, and two modalities whose clocks start apart. Does not see a wrong pace: the other framework's velocity does.
     """
     if not port.time_axis:
         raise Uncovered(f"port {port.name!r} does not state the time axis of its latents")

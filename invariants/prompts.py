@@ -15,7 +15,24 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 #: Ends and beginnings that tokenizers merge when they are joined, and text that looks like a special token.
-FRAGMENTS = ("the", "ra", "in", " the", "be", "ll", " a", "t", "he", "e\u0301", "\u00e9", "\U0001f469", "\u200d\U0001f680", "<|im_start|>", "\n", "  ")
+FRAGMENTS = (
+    "the",
+    "ra",
+    "in",
+    " the",
+    "be",
+    "ll",
+    " a",
+    "t",
+    "he",
+    "e\u0301",
+    "\u00e9",
+    "\U0001f469",
+    "\u200d\U0001f680",
+    "<|im_start|>",
+    "\n",
+    "  ",
+)
 #: Relative error of an embedding. Clean: 0 in float32.
 EMBEDDING = {"float32": 1e-5, "bfloat16": 1e-1}
 
@@ -48,8 +65,8 @@ def ids_of(port: Port, parts: tuple[str, ...]) -> tuple[int, ...]:
 def the_rollouts_encoder_gets_the_ids_of_the_dataset(port: Port, parts: tuple[str, ...]) -> None:
     """The token ids at the input of the rollout's encoder are those that the dataset stores, bit for bit, for any text.
 
-    Decoding and tokenizing again is not the identity: merges across boundaries, accents in two forms, joiners, text that spells a special token. Ids are
-    read off the encoder's input. Oracle: the ids themselves.
+    Decoding and tokenizing again is not the identity: merges across boundaries, accents in two forms, joiners, text that spells a special token.
+    Ids are read off the encoder's input. Oracle: the ids themselves.
     """
     ids = ids_of(port, parts)
     got, _ = port.rollout_prompt(ids)
@@ -118,7 +135,8 @@ def conditions_carry_the_embedding_of_their_own_prompt(port: Port, case: Case) -
 def swapping_two_prompts_swaps_what_is_said_of_the_same_latents(port: Port, case: Case) -> None:
     """With the same latents and levels for two samples, exchanging their prompts exchanges their velocities.
 
-    Together with `the_prompt_is_heard_in_every_modality`: sees embeddings that belong to other samples of the batch, and prompts taken from one sample for all.
+    Together with `the_prompt_is_heard_in_every_modality`: sees embeddings that belong to other samples of the batch, and prompts taken from one
+    sample for all.
     """
     if case.prompts[0] == case.prompts[1]:
         case = Case(case.seed, case.extent, (case.prompts[0], case.prompts[1] + "!"), case.given)
@@ -128,7 +146,8 @@ def swapping_two_prompts_swaps_what_is_said_of_the_same_latents(port: Port, case
     with no_grad():
         got = port.predict_velocity(latents, sigmas, [second, first])
         alone = [
-            port.predict_velocity({m: v[:1] for m, v in latents.items()}, {m: s[:1] for m, s in sigmas.items()}, [condition]) for condition in (second, first)
+            port.predict_velocity({m: v[:1] for m, v in latents.items()}, {m: s[:1] for m, s in sigmas.items()}, [condition])
+            for condition in (second, first)
         ]
     want = {m: torch.cat([one[m] for one in alone]) for m in got}
     scale = {m: alone[0][m] - alone[1][m] for m in got}

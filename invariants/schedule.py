@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GRID = 2e-6
 
 
-def calls_up_to(largest: int):  # noqa: ANN201  a factory of strategies, as `cases` is
+def calls_up_to(largest: int):
     """Strategy of numbers of model calls."""
 
     def build(port: Port) -> SearchStrategy[int]:
@@ -48,9 +48,9 @@ def require_same_grid(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
 def the_grid_is_the_vendors(port: Port, calls: int) -> None:
     """For any number of model calls, each modality's grid is that of the vendor's own scheduler, with the same number of points.
 
-    A rollout of N calls and a replay of N ± 1 calls disagree at every level, by little, and the loss stays smooth. Sees grids that are a point short or
-    long, shifted twice, built by another scheduler, or shared by modalities that have two. Does not see a vendor scheduler that is itself wrong:
-    `the_grid_is_one_shift_of_an_even_grid` and the rollout's own grid do.
+    A rollout of N calls and a replay of N ± 1 calls disagree at every level, by little, and the loss stays smooth. Sees grids that are a point
+    short or long, shifted twice, built by another scheduler, or shared by modalities that have two. Does not see a vendor scheduler that is itself
+    wrong: `the_grid_is_one_shift_of_an_even_grid` and the rollout's own grid do.
     """
     require_same_grid(port.grid(calls), port.vendor_grid(calls), f"{calls} calls")
 
@@ -69,8 +69,8 @@ def the_grid_is_the_rollouts(port: Port, tp: int, calls: int) -> None:
 def the_grid_descends_from_pure_noise_to_clean(port: Port, calls: int) -> None:
     """Each grid holds one more point than there are model calls, starts at exactly 1, descends strictly, and ends at exactly 0.
 
-    The initial latents are pure noise, so a first level below 1 mislabels them; a level that repeats is a call that does nothing; a last level above 0
-    leaves noise in the result. The oracle is the definition. Does not see wrong values in between.
+    The initial latents are pure noise, so a first level below 1 mislabels them; a level that repeats is a call that does nothing; a last level
+    above 0 leaves noise in the result. The oracle is the definition. Does not see wrong values in between.
     """
     for modality, levels in port.grid(calls).items():
         where = f"{modality}, {calls} calls"
@@ -100,8 +100,8 @@ def the_vendors_loop_calls_the_model_once_at_each_level_but_the_last(port: Port,
 def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int) -> None:
     """The rollout makes as many model calls as the grid has steps, and each moves the latents by its velocity times that step of the grid.
 
-    What the loop walked is read off its latents, not off the grid that it reports: a model object patched to one shift and levels taken from another copy
-    look alike from outside. Does not see a wrong velocity.
+    What the loop walked is read off its latents, not off the grid that it reports: a model object patched to one shift and levels taken from
+    another copy look alike from outside. Does not see a wrong velocity.
     """
     engine = port.engine(tp)
     engine.remove_adapter()
@@ -119,8 +119,8 @@ def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int
 def the_grid_is_one_shift_of_an_even_grid(port: Port, calls: int) -> None:
     """Each grid is the even grid from 1 to 0 under the published shift s, ``s·u / (1 + (s − 1)·u)``, once, in float64, for any number of calls.
 
-    Applied twice, the shift becomes its square; built from end points that are shifted already, the grid keeps a floor that no number of calls removes.
-    Oracle: the formula, with the shift that was published with the weights. Uncovered for models whose schedule is of another kind.
+    Applied twice, the shift becomes its square; built from end points that are shifted already, the grid keeps a floor that no number of calls
+    removes. Oracle: the formula, with the shift that was published with the weights. Uncovered for models whose schedule is of another kind.
     """
     if not port.shift:
         raise Uncovered(f"port {port.name!r} states no shift; its schedule is of another kind")

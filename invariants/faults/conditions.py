@@ -1,0 +1,265 @@
+"""Faults of given frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from loudfail.harness import inject
+from loudfail.harness.port import Port
+from loudfail.harness.registry import fault
+
+SAME, CLEAN = "conditions::given_rows_are_the_same_at_every_level_and_call", "conditions::given_rows_hold_the_clean_frames_of_their_own_sample"
+TOLD, LOSS = "conditions::given_rows_are_told_that_they_are_clean", "conditions::the_loss_reaches_generated_rows_and_no_given_row"
+ENDS, ANCHORS = "conditions::first_and_last_stand_at_the_ends_of_the_clip", "conditions::each_request_keeps_its_own_anchors"
+HEARD, VENDOR = "conditions::the_given_frames_are_heard_in_every_modality", "conditions::the_vendors_loop_is_followed_with_given_frames"
+ROLLOUT = "conditions::the_rollout_treats_given_frames_as_the_vendor_does"
+CONTRACT = "verl-project/verl-omni RFC #396, PR #401, PR #448"
+
+
+def with_inputs(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the arguments of the H3 transformer: ``change(arguments, layout, sigmas, members) -> None``."""
+
+    def make(original: Any) -> Any:
+        def inputs(latents: Any, rows: Any, sigmas: Any, conditions: Any, members: list[int]) -> Any:
+            arguments, layout = original(latents, rows, sigmas, conditions, members)
+            change(arguments, layout, sigmas, members)
+            return arguments, layout
+
+        return inputs
+
+    return inject.replace(port, "_inputs", make)
+
+
+@fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_are_noised_with_the_rest(port: Port) -> Iterator[None]:
+    """Given rows are mixed with noise at the level of the generated rows."""
+
+    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+        rows = arguments["hidden_states"].clone()
+        sigma = float(sigmas["video"][members[0]])
+        given = rows[:, : layout.given_rows]
+        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
+        rows[:, : layout.given_rows] = (1 - sigma) * given + sigma * noise
+        arguments["hidden_states"] = rows
+
+    with with_inputs(port, change):
+        yield
+
+
+@fault("objective", "condition", "packing", catches=[SAME, "conventions::the_same_call_gives_the_same_velocity"], source=CONTRACT, ports=("h3",))
+def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
+    """The small noise of given rows is drawn anew at every call instead of being kept."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+        rows = arguments["hidden_states"].clone()
+        rows[:, : layout.given_rows] += 1e-3 * torch.randn(rows[:, : layout.given_rows].shape, generator=generator)
+        arguments["hidden_states"] = rows
+
+    with with_inputs(port, change):
+        yield
+
+
+@fault("objective", "condition", "vendor", catches=[TOLD, VENDOR], source="NVlabs/FastGen PR #26; " + CONTRACT, ports=("h3",))
+def given_rows_are_told_the_level_of_generated_rows(port: Port) -> Iterator[None]:
+    """The clean anchor is labelled with the noisy rows' level."""
+
+    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+        indices = arguments["timestep_indices"].clone()
+        indices[layout.video] = indices[layout.video[-1]]
+        arguments["timestep_indices"] = indices
+
+    with with_inputs(port, change):
+        yield
+
+
+@fault("objective", "condition", "packing", catches=[TOLD], source="NVlabs/FastGen PR #26", ports=("h3",))
+def the_upstream_row_times_ignore_given_rows(port: Port) -> Iterator[None]:
+    """The upstream function that assigns a time to every row gives given rows the video's, for trainer and vendor alike."""
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
+
+    def make(original: Any) -> Any:
+        return lambda video, audio, given_video, given_audio, text, t_video, t_audio, *given: original(
+            video, audio, given_video, given_audio, text, t_video, t_audio, t_video, 1.0
+        )
+
+    with inject.replace(MiniMaxH3SetTimestepsStep, "build_row_timesteps", make):
+        yield
+
+
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_are_dropped(port: Port) -> Iterator[None]:
+    """Given frames are left out of the sequence: the model generates from the prompt alone."""
+
+    def make(original: Any) -> Any:
+        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            return original(latents, sigmas, [replace(c, given={}, extra=dict(c.extra, given_rows=c.extra["given_rows"][:0])) for c in conditions])
+
+        return predict
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_are_black(port: Port) -> Iterator[None]:
+    """Given rows have their place and label but hold zeros."""
+
+    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+        rows = arguments["hidden_states"].clone()
+        rows[:, : layout.given_rows] = 0
+        arguments["hidden_states"] = rows
+
+    with with_inputs(port, change):
+        yield
+
+
+@fault("objective", "condition", "vendor", catches=[CLEAN, VENDOR], source="verl-project/verl-omni commit 2e08eeff, #25", ports=("h3",))
+def given_frames_belong_to_the_next_sample(port: Port) -> Iterator[None]:
+    """Inside a batch, each sample gets its neighbour's given frames."""
+
+    def make(original: Any) -> Any:
+        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            turned = [
+                replace(c, given=n.given, extra=dict(c.extra, given_rows=n.extra["given_rows"]))
+                for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)
+            ]
+            return original(latents, sigmas, turned)
+
+        return predict
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+def anchored(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the anchors that the upstream layout is built with."""
+    from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+    from loudfail.harness.ports import h3
+
+    def make(original: Any) -> Any:
+        return lambda *args: original(*args[:-1], change(args[-1]))
+
+    return inject.replace(MiniMaxH3PrepareLayoutStep, "build_packed_sequence", make, clear=(h3.build_layout,))
+
+
+@fault("objective", "condition", "packing", catches=[ENDS], source=CONTRACT, ports=("h3",))
+def first_and_last_are_exchanged(port: Port) -> Iterator[None]:
+    """The upstream layout anchors the first frame at the end and the last at the beginning, for trainer and vendor alike."""
+    with anchored(port, lambda anchors: tuple({"first": "last", "last": "first"}[a] for a in anchors)):
+        yield
+
+
+@fault("objective", "condition", "packing", catches=[ENDS, ANCHORS], source="AIMixer/ComfyUI_MiniMaxH3_Director#193, #215", ports=("h3",))
+def anchors_go_by_their_index_in_the_list(port: Port) -> Iterator[None]:
+    """The first entry of the list is anchored at the first frame, whatever its name: {last} alone pins the beginning."""
+    with anchored(port, lambda anchors: ("first", "last")[: len(anchors)]):
+        yield
+
+
+@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=("h3",))
+def given_rows_are_taken_for_generated_ones(port: Port) -> Iterator[None]:
+    """The output is sliced from its beginning, where the given rows are, so that they are in the velocity and the last generated rows are not."""
+
+    def keep(original: Any) -> Any:
+        def inputs(*args: Any) -> Any:
+            arguments, layout = original(*args)
+            return arguments, replace(layout, given_rows=0)
+
+        return inputs
+
+    def cut(original: Any) -> Any:
+        def unpack(rows: Any, shapes: Any) -> Any:
+            _, frames, height, width = shapes["video"]
+            return original(dict(rows, video=rows["video"][:, : frames * height * width // 4]), shapes)
+
+        return unpack
+
+    with ExitStack() as stack:
+        stack.enter_context(inject.replace(port, "_inputs", keep))
+        stack.enter_context(inject.replace(port, "_unpack", cut))
+        yield
+
+
+@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=("h3",))
+def the_loss_includes_given_rows(port: Port) -> Iterator[None]:
+    """The output of given rows leaks into the velocity of the generated frame beside it."""
+
+    def mix(original: Any) -> Any:
+        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            seen: list[torch.Tensor] = []
+            handle = port.actor.register_forward_hook(lambda module, args, output: seen.append(output[0]))  # type: ignore[attr-defined]
+            try:
+                velocity = original(latents, sigmas, conditions)
+            finally:
+                handle.remove()
+            extra = sum(output[:, : 1 if any(c.given for c in conditions) else 0].mean() for output in seen)
+            return dict(velocity, video=velocity["video"] + 0.01 * extra)
+
+        return predict
+
+    with inject.replace(port, "predict_velocity", mix):
+        yield
+
+
+def _given_told_the_videos_time() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+
+    def make(original: Any) -> Any:
+        return lambda self, timesteps, **kwargs: original(self, timesteps, **(kwargs | {"imgvid_cond_timestep": kwargs["t_video"]}))
+
+    return inject.replace(MiniMaxH3DenoiseBranch, "fill_timesteps", make)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="NVlabs/FastGen PR #26", ports=("h3",))
+def the_rollout_tells_given_rows_the_videos_time(port: Port) -> Iterator[None]:
+    """The rollout's upstream branch labels given rows with the level of the generated ones."""
+    with inject.in_ranks(port, _given_told_the_videos_time):
+        yield
+
+
+def _anchored_at_the_other_end() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.minimax_h3 import packed_sequence
+
+    def make(original: Any) -> Any:
+        def sequence(**arguments: Any) -> Any:
+            indices = arguments.get("keyframe_frame_indices")
+            return original(**(arguments | {"keyframe_frame_indices": [0, -1][: len(indices)] if indices else None}))
+
+        return sequence
+
+    return inject.replace(packed_sequence, "minimax_h3_packed_sequence", make)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="NVIDIA/TensorRT-LLM PR #18733 (review)", ports=("h3",))
+def the_rollout_anchors_by_the_index_in_the_list(port: Port) -> Iterator[None]:
+    """The rollout anchors a lone last frame at the beginning."""
+    with inject.in_ranks(port, _anchored_at_the_other_end):
+        yield
+
+
+def _denoised_along() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.minimax_h3 import denoise_loop
+
+    def make(original: Any) -> Any:
+        def forward_kwargs(self: Any, *, video_rows: torch.Tensor, t_video: float, **kwargs: Any) -> Any:
+            rows = video_rows.clone()
+            rows[~self.update_mask_dev] *= t_video
+            return original(self, video_rows=rows, t_video=t_video, **kwargs)
+
+        return forward_kwargs
+
+    return inject.replace(denoise_loop.MiniMaxH3DenoiseBranch, "forward_kwargs", make)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source=CONTRACT, ports=("h3",))
+def the_rollout_does_not_restore_given_frames(port: Port) -> Iterator[None]:
+    """The rollout's given rows are scaled along with the schedule instead of being restored at every step."""
+    with inject.in_ranks(port, _denoised_along):
+        yield

@@ -1,0 +1,208 @@
+"""Faults of signs, time axes and noise levels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from loudfail.harness import inject
+from loudfail.harness.port import Port
+from loudfail.harness.registry import fault
+
+VENDOR = "conventions::the_velocity_is_that_of_the_vendors_loop"
+CLEAN = "conventions::the_clean_estimate_of_the_last_call_is_the_vendors_result"
+EULER = "conventions::an_euler_loop_in_our_convention_ends_where_the_vendors_does"
+TOLD, BATCH = "conventions::every_generated_row_is_told_the_level_it_is_at", "conventions::the_samples_of_a_batch_do_not_influence_each_other"
+NEARBY, SAME = "conventions::nearby_levels_are_told_apart", "conventions::the_same_call_gives_the_same_velocity"
+SIGN, TIME = "conventions::a_trained_velocity_points_from_data_to_noise", "conventions::a_trained_model_hears_sigma_as_the_noise_fraction"
+
+
+def data_fraction(port: Port, modalities: Collection[str]) -> AbstractContextManager[Any]:
+    """Pass ``1 − sigma`` where sigma is wanted, for some modalities."""
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: original(latents, {m: 1 - s if m in modalities else s for m, s in sigmas.items()}, conditions)
+
+    return inject.replace(port, "predict_velocity", make)
+
+
+def negated(port: Port, modalities: Collection[str]) -> AbstractContextManager[Any]:
+    """Turn the sign of the velocity of some modalities."""
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: {m: -v if m in modalities else v for m, v in original(latents, sigmas, conditions).items()}
+
+    return inject.replace(port, "predict_velocity", make)
+
+
+def with_sigmas(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the sigmas on their way into `predict_velocity`."""
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: original(latents, change(sigmas), conditions)
+
+    return inject.replace(port, "predict_velocity", make)
+
+
+@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #383, commit 786dd36c")
+def sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
+    """The model gets one minus the level that it wants, in every modality."""
+    with data_fraction(port, port.modalities):
+        yield
+
+
+@fault(
+    "objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",)
+)
+def the_videos_sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
+    """The video level is mirrored, the audio level is right."""
+    with data_fraction(port, ("video",)):
+        yield
+
+
+@fault(
+    "objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",)
+)
+def the_audios_sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
+    """The audio level is mirrored, the video level is right."""
+    with data_fraction(port, ("audio",)):
+        yield
+
+
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="verl-project/verl-omni PR #383, commit 786dd36c")
+def the_velocity_is_not_negated(port: Port) -> Iterator[None]:
+    """The data-ward output is handed on as if it pointed to the noise."""
+    with negated(port, port.modalities):
+        yield
+
+
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="primepake/splitmeanflow#2", ports=("h3",))
+def the_audios_velocity_is_not_negated(port: Port) -> Iterator[None]:
+    """Video and audio velocities point in opposite directions."""
+    with negated(port, ("audio",)):
+        yield
+
+
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",))
+def the_videos_velocity_is_not_negated(port: Port) -> Iterator[None]:
+    """The video velocity points to the data, the audio velocity to the noise."""
+    with negated(port, ("video",)):
+        yield
+
+
+@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #568, RFC #551")
+def both_conventions_are_mirrored(port: Port) -> Iterator[None]:
+    """Time axis and sign are both mirrored; the two mistakes do not cancel."""
+    with ExitStack() as stack:
+        stack.enter_context(data_fraction(port, port.modalities))
+        stack.enter_context(negated(port, port.modalities))
+        yield
+
+
+@fault("objective", "trained", catches=[TIME], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",))
+def trainer_and_vendor_share_a_mirrored_time_axis(port: Port) -> Iterator[None]:
+    """The actor itself takes noise fractions, as after an upstream change: vendor's loop and port agree, the weights do not."""
+
+    def make(original: Any) -> Any:
+        return lambda *args, timestep, **kwargs: original(*args, timestep=1 - timestep, **kwargs)
+
+    with inject.replace(port.actor, "forward", make):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("objective", "trained", catches=[SIGN], source="verl-project/verl-omni PR #568, RFC #551", ports=("h3",))
+def trainer_and_vendor_share_a_mirrored_sign(port: Port) -> Iterator[None]:
+    """The actor itself returns the opposite velocity, as after an upstream change of sign: vendor's loop and port agree, the weights do not."""
+
+    def make(original: Any) -> Any:
+        return lambda *args, **kwargs: tuple(-output for output in original(*args, **kwargs))
+
+    with inject.replace(port.actor, "forward", make):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("objective", "vendor", "packing", catches=[VENDOR, EULER, TOLD], source="verl-project/verl-omni commit a1139baf", ports=("h3",))
+def audio_rows_are_told_the_videos_level(port: Port) -> Iterator[None]:
+    """All rows of the sequence carry the video's time."""
+    with with_sigmas(port, lambda sigmas: dict.fromkeys(sigmas, sigmas["video"])):
+        yield
+
+
+@fault("objective", "packing", catches=[BATCH, TOLD], source="hao-ai-lab/FastVideo PR #885; diffusers PR #14355")
+def the_whole_batch_is_told_the_first_samples_level(port: Port) -> Iterator[None]:
+    """One list of levels serves the batch, and every sample is denoised at the level of sample 0."""
+    with with_sigmas(port, lambda sigmas: {m: s[:1].expand(len(s)).clone() for m, s in sigmas.items()}):
+        yield
+
+
+@fault("objective", "packing", catches=[NEARBY, TOLD], source="modelscope/DiffSynth-Studio PR #1025")
+def sigma_is_rounded_to_bfloat16(port: Port) -> Iterator[None]:
+    """The level is cast to bfloat16 before it is embedded."""
+    with with_sigmas(port, lambda sigmas: {m: s.bfloat16().float() for m, s in sigmas.items()}):
+        yield
+
+
+@fault("objective", "packing", catches=[TOLD], source="modelscope/DiffSynth-Studio PR #1025")
+def sigma_is_rounded_to_an_integer_step(port: Port) -> Iterator[None]:
+    """The level is rounded to one of a thousand integer steps."""
+    with with_sigmas(port, lambda sigmas: {m: (s * 1000).round() / 1000 for m, s in sigmas.items()}):
+        yield
+
+
+@fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("h3",))
+def the_time_embedding_rounds_its_input(port: Port) -> Iterator[None]:
+    """The upstream time embedding casts its input to bfloat16: labels look right, the model cannot tell neighbours apart."""
+    with inject.replace(port.actor.time_proj, "forward", lambda original: lambda t: original(t.bfloat16().float())):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("objective", "vendor", catches=[VENDOR], ports=("h3",))
+def text_rows_are_told_that_they_are_clean(port: Port) -> Iterator[None]:
+    """Text rows carry the clean level instead of the video's, which they inherit in the released model."""
+
+    def make(original: Any) -> Any:
+        def inputs(*args: Any) -> Any:
+            arguments, layout = original(*args)
+            count = arguments["timestep"].numel()
+            arguments["timestep"] = torch.cat([arguments["timestep"], torch.ones(1)])
+            arguments["timestep_indices"] = arguments["timestep_indices"].clone().index_fill_(0, arguments["text_indices"], count)
+            return arguments, layout
+
+        return inputs
+
+    with inject.replace(port, "_inputs", make):
+        yield
+
+
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], ports=("h3",))
+def the_scheduler_class_steps_the_other_way(port: Port) -> Iterator[None]:
+    """An upgraded scheduler class takes the output to point to the noise, as the usual flow-match scheduler does."""
+    from diffusers import MiniMaxH3Scheduler
+
+    def make(original: Any) -> Any:
+        return lambda self, model_output, *args, **kwargs: original(self, -model_output, *args, **kwargs)
+
+    with inject.replace(MiniMaxH3Scheduler, "step", make):
+        yield
+
+
+@fault("objective", catches=[BATCH])
+def results_come_back_in_another_order(port: Port) -> Iterator[None]:
+    """The velocities of a batch are those of its samples, moved on by one."""
+
+    def make(original: Any) -> Any:
+        return lambda *args: {m: v.roll(1, 0) for m, v in original(*args).items()}
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+@fault("objective", catches=[SAME], source="huggingface/trl#3234, #3500", ports=("h3",))
+def dropout_is_active(port: Port) -> Iterator[None]:
+    """Dropout is active in the attention output of one block."""
+    dropout = port.actor.transformer_blocks[0].attn.to_out[1]  # type: ignore[attr-defined]
+    with inject.replace(dropout, "forward", lambda original: lambda x: torch.nn.functional.dropout(x, 0.1, training=True)):
+        yield

@@ -1,0 +1,167 @@
+"""Faults of the prompt path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from loudfail.harness import inject
+from loudfail.harness.port import Port
+from loudfail.harness.registry import fault
+
+IDS, ALIKE = "prompts::the_rollouts_encoder_gets_the_ids_of_the_dataset", "prompts::trainer_and_rollout_embed_a_prompt_alike"
+EVERY, DIFFERENT = "prompts::every_token_is_encoded", "prompts::different_prompts_have_different_embeddings"
+CARRY, SWAP = (
+    "prompts::conditions_carry_the_embedding_of_their_own_prompt",
+    "prompts::swapping_two_prompts_swaps_what_is_said_of_the_same_latents",
+)
+HEARD = "prompts::the_prompt_is_heard_in_every_modality"
+
+
+def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the ids on their way to the rollout's encoder."""
+    return inject.replace(port, "rollout_prompt", lambda original: lambda ids: original(change(tuple(ids))))
+
+
+@fault("prompt", catches=[IDS], source="verl-project/verl-omni commit 786dd36c; sgl-project/sglang PR #26555", ports=("h3",))
+def the_rollout_tokenizes_the_decoded_prompt(port: Port) -> Iterator[None]:
+    """Ids are decoded to text and tokenized again inside the engine."""
+    with other_ids(port, lambda ids: port.tokenize(port.tokenizer.decode(ids))):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("prompt", catches=[IDS, ALIKE], source="verl-project/verl-omni commit 786dd36c", ports=("h3",))
+def the_rollout_wraps_the_prompt_in_a_chat_template(port: Port) -> Iterator[None]:
+    """A generic agent loop puts the prompt into a chat turn."""
+    with other_ids(port, lambda ids: (*port.tokenize("<|im_start|>user\n"), *ids, *port.tokenize("<|im_end|>\n"))):
+        yield
+
+
+@fault("prompt", catches=[IDS, ALIKE, EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+def the_rollout_cuts_the_prompt(port: Port) -> Iterator[None]:
+    """Prompts are cut to their first tokens before the rollout's encoder."""
+    with other_ids(port, lambda ids: ids[:3]):
+        yield
+
+
+@fault("prompt", catches=[EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+def the_trainer_crops_the_embedding(port: Port) -> Iterator[None]:
+    """A negative pad amount crops the trainer's embedding of long prompts."""
+    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids)[:16]):
+        yield
+
+
+@fault("prompt", "objective", catches=[ALIKE, CARRY], source="huggingface/diffusers#13931, commit 7bf00006aa")
+def the_trainers_embedding_is_reversed(port: Port) -> Iterator[None]:
+    """Token order is reversed on the way out of the trainer's encoder."""
+    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids).flip(0)):
+        yield
+
+
+@fault("prompt", catches=[ALIKE, EVERY], source="mosaicml/diffusion PR #147, #149")
+def the_trainers_embedding_is_padded(port: Port) -> Iterator[None]:
+    """The trainer pads embeddings with zero rows that no mask takes away; the rollout does not."""
+    import torch
+
+    with inject.replace(port, "encode_prompt", lambda original: lambda ids: torch.cat([original(ids), torch.zeros_like(original(ids)[:2])])):
+        yield
+
+
+def hidden_layer(port: Port, shift: int) -> AbstractContextManager[Any]:
+    """Read the upstream conditioner at another hidden layer."""
+    from diffusers.modular_pipelines.minimax_h3 import encoders
+
+    def make(original: Any) -> Any:
+        def embed(*args: Any, text_encoder_layer: int = 50, **kwargs: Any) -> Any:
+            return original(*args, text_encoder_layer=text_encoder_layer + shift, **kwargs)
+
+        return embed
+
+    return inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,))  # type: ignore[attr-defined]
+
+
+@fault("prompt", "objective", catches=[ALIKE, CARRY], ports=("h3",))
+def the_trainer_reads_the_layer_before(port: Port) -> Iterator[None]:
+    """The upstream embedding function reads hidden state 49 instead of 50."""
+    with hidden_layer(port, -1):
+        yield
+
+
+@fault("prompt", "objective", catches=[ALIKE, CARRY], ports=("h3",))
+def the_trainer_reads_the_last_hidden_state(port: Port) -> Iterator[None]:
+    """The trainer's embedding is the last hidden state, behind the final norm, as encoders are used elsewhere."""
+    from diffusers.modular_pipelines.minimax_h3 import encoders
+
+    def make(original: Any) -> Any:
+        def embed(text_encoder: Any, processor: Any, token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            original(text_encoder, processor, token_ids, *args, **kwargs)
+            return text_encoder.model(input_ids=torch.tensor([token_ids])).last_hidden_state
+
+        return embed
+
+    with inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,)):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("prompt", "objective", catches=[DIFFERENT, ALIKE], source="Comfy-Org/ComfyUI#15805")
+def every_prompt_has_one_embedding(port: Port) -> Iterator[None]:
+    """Embeddings do not depend on the tokens, only on their number."""
+    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(tuple(ids[:1]) * len(ids)) * 0 + 1):
+        yield
+
+
+@fault("prompt", "objective", catches=[CARRY], source="verl-project/verl-omni commit 2e08eeff, #25")
+def the_prompts_of_a_batch_are_exchanged(port: Port) -> Iterator[None]:
+    """Conditions of a batch are in another order than its samples."""
+    with inject.replace(port, "conditions", lambda original: lambda case: list(reversed(original(case)))):
+        yield
+
+
+@fault("prompt", "objective", catches=[CARRY], source="Tencent-Hunyuan/UniRL#326")
+def training_encodes_a_stripped_prompt(port: Port) -> Iterator[None]:
+    """Training conditions are built from the prompt without the white space around it and with accents composed, the dataset's ids are not."""
+    import unicodedata
+    from dataclasses import replace as with_fields
+
+    def make(original: Any) -> Any:
+        return lambda case: original(with_fields(case, prompts=tuple(unicodedata.normalize("NFC", p).strip()[:5] or "." for p in case.prompts)))
+
+    with inject.replace(port, "conditions", make):
+        yield
+
+
+@fault(
+    "objective", catches=[SWAP, "conventions::the_samples_of_a_batch_do_not_influence_each_other"], source="Tencent-Hunyuan/UniRL#326", ports=("h3",)
+)
+def samples_are_denoised_under_the_next_samples_prompt(port: Port) -> Iterator[None]:
+    """Inside a batch, each sample gets its neighbour's prompt."""
+
+    def make(original: Any) -> Any:
+        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            turned = [
+                replace(c, prompt_ids=n.prompt_ids, embeds=n.embeds, extra=dict(c.extra, tags=n.extra["tags"]))
+                for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)
+            ]
+            return original(latents, sigmas, turned)
+
+        return predict
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+@fault("objective", catches=[HEARD], source="Comfy-Org/ComfyUI#15805", ports=("h3",))
+def the_prompt_has_no_effect(port: Port) -> Iterator[None]:
+    """The embeddings that enter the model are zero."""
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: original(
+            latents, sigmas, [replace(c, embeds=c.embeds[:1] * 0, extra=dict(c.extra, tags=c.extra["tags"][:1])) for c in conditions]
+        )
+
+    with inject.replace(port, "predict_velocity", make):
+        yield

@@ -1,0 +1,177 @@
+"""Faults of the sigma grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from loudfail.harness import inject
+from loudfail.harness.port import Port
+from loudfail.harness.registry import fault
+
+VENDOR, ROLLOUT, ENDS = (
+    "schedule::the_grid_is_the_vendors",
+    "schedule::the_grid_is_the_rollouts",
+    "schedule::the_grid_descends_from_pure_noise_to_clean",
+)
+VISITED, FORMULA = "schedule::the_vendors_loop_calls_the_model_once_at_each_level_but_the_last", "schedule::the_grid_is_one_shift_of_an_even_grid"
+WALKED, MEMORY = "schedule::the_rollout_steps_along_the_grid", "schedule::the_grid_does_not_remember_earlier_grids"
+EULER = "conventions::an_euler_loop_in_our_convention_ends_where_the_vendors_does"
+
+
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED, EULER], source="verl-project/verl-omni#280, PR #279")
+def the_grid_has_one_point_less(port: Port) -> Iterator[None]:
+    """The trainer replays a table that is one point shorter than the rollout's, for an adjustment that an older engine needed."""
+    with inject.replace(port, "grid", lambda original: lambda calls: original(max(calls - 1, 1))):
+        yield
+
+
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED], source="huggingface/diffusers#13730, commit 32ecbe3836")
+def the_terminal_level_is_appended_twice(port: Port) -> Iterator[None]:
+    """The terminal 0 is appended to a grid that holds it already: one model call too many, at sigma 0."""
+    with inject.replace(port, "grid", lambda original: lambda calls: {m: torch.cat([s, s.new_zeros(1)]) for m, s in original(calls).items()}):
+        yield
+
+
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA, EULER], source="huggingface/diffusers#13243", ports=("h3",))
+def the_shift_is_applied_twice(port: Port) -> Iterator[None]:
+    """A grid that is shifted already is shifted again."""
+
+    def make(original: Any) -> Any:
+        return lambda calls: {m: port.shift[m] * s / (1 + (port.shift[m] - 1) * s) for m, s in original(calls).items()}
+
+    with inject.replace(port, "grid", make):
+        yield
+
+
+@fault("objective", "engine", catches=[ROLLOUT, FORMULA, WALKED], source="huggingface/diffusers#13243", ports=("h3",))
+def the_scheduler_class_shifts_twice(port: Port) -> Iterator[None]:
+    """The upstream scheduler class itself shifts its grid twice, for trainer and vendor alike; the rollout's does not."""
+    from diffusers import MiniMaxH3Scheduler
+
+    def make(original: Any) -> Any:
+        def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.sigmas = self.shift * self.sigmas / (1 + (self.shift - 1) * self.sigmas)
+            self.timesteps = 1 - self.sigmas[:-1]
+
+        return set_timesteps
+
+    with inject.replace(MiniMaxH3Scheduler, "set_timesteps", make):
+        yield
+
+
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA], source="huggingface/diffusers#13243", ports=("h3",))
+def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
+    """The grid comes from the usual flow-match scheduler, whose end points are shifted once when it is built and again with the grid."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    def make(original: Any) -> Any:
+        def grid(calls: int) -> dict[str, torch.Tensor]:
+            result = {}
+            for modality, shift in port.shift.items():
+                scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+                scheduler.set_timesteps(calls)
+                result[modality] = scheduler.sigmas.clone()
+            return result
+
+        return grid
+
+    with inject.replace(port, "grid", make):
+        yield
+
+
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, EULER], source="ostris/ai-toolkit PR #720", ports=("h3",))
+def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
+    """One sigma serves both modalities although the sampler walks two schedules; noise level and label agree, so that no loss shows it."""
+
+    def make(original: Any) -> Any:
+        return lambda calls: dict.fromkeys(port.modalities, original(calls)[port.modalities[0]])
+
+    with inject.replace(port, "grid", make):
+        yield
+
+
+@fault("objective", catches=[ENDS, VENDOR])
+def the_grid_starts_below_pure_noise(port: Port) -> Iterator[None]:
+    """The first level is 0.999 although the initial latents are pure noise."""
+    with inject.replace(port, "grid", lambda original: lambda calls: {m: s.clamp(max=0.999) for m, s in original(calls).items()}):
+        yield
+
+
+@fault("objective", "vendor", catches=[MEMORY, VENDOR], source="Tencent-Hunyuan/UniRL#333, PR #336")
+def a_replay_reads_the_schedule_of_the_last_sampling(port: Port) -> Iterator[None]:
+    """The grid is set up once, by whoever asks first, and later numbers of calls get that one."""
+
+    def make(original: Any) -> Any:
+        first: dict[str, Any] = {}
+
+        def grid(calls: int) -> dict[str, torch.Tensor]:
+            first.setdefault("grid", original(calls))
+            return {m: s.clone() for m, s in first["grid"].items()}
+
+        return grid
+
+    with inject.replace(port, "grid", make):
+        yield
+
+
+@fault("objective", "vendor", catches=[MEMORY], ports=("h3",))
+def the_grid_is_shared_with_its_callers(port: Port) -> Iterator[None]:
+    """The grid is cached by its number of calls and handed out without a copy, so that one caller's arithmetic changes it for all."""
+
+    def make(original: Any) -> Any:
+        cache: dict[int, dict[str, torch.Tensor]] = {}
+
+        def grid(calls: int) -> dict[str, torch.Tensor]:
+            if calls not in cache:
+                cache[calls] = original(calls)
+            return cache[calls]
+
+        return grid
+
+    with inject.replace(port, "grid", make):
+        yield
+
+
+def _another_shift() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.minimax_h3 import time_request
+
+    def make(original: Any) -> Any:
+        return lambda *, num_steps=50, shift_scale=6.0, base_schedule=None: original(
+            num_steps=num_steps, shift_scale=6.0, base_schedule=base_schedule
+        )
+
+    return inject.replace(time_request, "minimax_h3_time_shift_sigmas", make)
+
+
+@fault("objective", "engine", catches=[ROLLOUT, WALKED], source="LBH-123-AI/Comfyui_Minimax_h3_latent_Upscaler#8", ports=("h3",))
+def the_rollout_walks_its_default_shift(port: Port) -> Iterator[None]:
+    """The rollout builds its grid with its default shift of 6 instead of the one configured for the modality."""
+    with inject.in_ranks(port, _another_shift):
+        yield
+
+
+def _one_call_more() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.minimax_h3 import denoise_loop
+
+    def make(original: Any) -> Any:
+        def loop(**arguments: Any) -> Any:
+            for name in ("sigmas_video", "sigmas_audio"):
+                levels = arguments[name]
+                arguments[name] = [levels[0], (levels[0] + levels[1]) / 2, *levels[1:]]
+            return original(**arguments)
+
+        return loop
+
+    return inject.replace(denoise_loop, "minimax_h3_denoise_loop", make)
+
+
+@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("h3",))
+def the_rollouts_loop_walks_another_grid_than_it_reports(port: Port) -> Iterator[None]:
+    """The rollout's loop inserts a level after the first, while the grid that it reports stays right."""
+    with inject.in_ranks(port, _one_call_more):
+        yield
