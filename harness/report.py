@@ -126,6 +126,15 @@ def failures(report: Record) -> list[Record]:
     return [result for result in report.get("results") or [] if result["status"] in FAILING]
 
 
+def alike(results: Sequence[Record]) -> list[list[Record]]:
+    """Errors that say the same together, so that one broken part of a port is not told once for each check; everything else alone."""
+    groups: dict[object, list[Record]] = {}
+    for place, result in enumerate(results):
+        same = (result.get("message"), result.get("traceback")) if result["status"] == "error" and result.get("message") else place
+        groups.setdefault(same, []).append(result)
+    return list(groups.values())
+
+
 def kills(report: Record) -> list[Record]:
     matrix = (report.get("faults") or {}).get("matrix") or []
     return list(matrix.values() if isinstance(matrix, Mapping) else matrix)
@@ -253,15 +262,18 @@ def _summary(report: Record) -> Iterator[str]:
         yield f"> {_md(text)}\n"
     if broken:
         yield f"## Failures ({len(broken)})\n"
-        for result in broken[:SUMMARY_FAILURES]:
+        groups = alike(broken)
+        for result, *others in groups[:SUMMARY_FAILURES]:
             yield f"### {ICONS[result['status']]} {_code(title(result))} {_md(result['status'])}\n"
+            if others:
+                yield f"and the same in {len(others)} more: {', '.join(_code(title(other)) for other in others)}\n"
             yield _fence("\n".join(f"{name:>7}: {value}" for name, value in explain(result) if name != "rerun"))
             if result.get("rerun"):
                 yield _fence(str(result["rerun"]), "sh")
             if result.get("traceback"):
                 yield f"<details><summary>traceback</summary>\n\n{_fence(show(result['traceback']))}</details>\n"
-        if len(broken) > SUMMARY_FAILURES:
-            yield f"… and {len(broken) - SUMMARY_FAILURES} more in `report.html`.\n"
+        if more := sum(map(len, groups[SUMMARY_FAILURES:])):
+            yield f"… and {more} more in `report.html`.\n"
     skipped = [result for result in results if result["status"] in ("expected", "uncovered", "unavailable")]
     if skipped:
         yield f"## Not held to ({len(skipped)})\n"
@@ -363,9 +375,10 @@ def junit(report: Record) -> str:
 
     root = ET.Element("testsuites", name="loudfail")
     for suite, members in cases.items():
-        element = ET.SubElement(root, "testsuite", name=_xml(suite), **_tally(members))
+        element = ET.SubElement(root, "testsuite", {"name": _xml(suite)} | _tally(members))
         element.extend(members)
     root.attrib.update(_tally([member for members in cases.values() for member in members]))
+    del root.attrib["skipped"]  # Jenkins's schema has it for suites only
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=False).join(("<?xml version='1.0' encoding='utf-8'?>\n", "\n"))
 

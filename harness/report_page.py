@@ -42,7 +42,7 @@ def page(report: Record) -> str:
         seconds=number(report.get("seconds")),
         peak=number(report.get("peak_rss_bytes")),
         degrees=sorted({result["degree"] for result in results if result.get("degree") is not None}),
-        failures=views.failures(report),
+        failures=views.alike(views.failures(report)),
         links=_links(results),
         heat=_heat(results),
         matrix=_matrix(report, results),
