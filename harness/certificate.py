@@ -19,7 +19,21 @@ from loudfail.harness.record import plain
 
 SCHEMA = "loudfail.gate/1"
 #: What a certificate takes over from the report of its run.
-SHARED = ("port", "verdict", "declared", "counts", "seconds", "peak_rss_bytes", "environment", "classes", "complete", "selection", "seed", "examples", "expected")
+SHARED = (
+    "port",
+    "verdict",
+    "declared",
+    "counts",
+    "seconds",
+    "peak_rss_bytes",
+    "environment",
+    "classes",
+    "complete",
+    "selection",
+    "seed",
+    "examples",
+    "expected",
+)
 
 
 class Refused(Exception):

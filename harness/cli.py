@@ -29,7 +29,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="loudfail", description=DESCRIPTION, epilog="Exit codes: 0 holds, 1 violated, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran.")
+    parser = _Parser(
+        prog="loudfail", description=DESCRIPTION, epilog="Exit codes: 0 holds, 1 violated, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran."
+    )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
 
@@ -40,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     gate.add_argument("-n", metavar="N", help="spread over N processes (pytest-xdist)")
     gate.set_defaults(act=_gate)
 
-    faults = verbs.add_parser("faults", help="prove that the gate would have noticed", description="Inject each fault; the checks named for it must fail.")
+    faults = verbs.add_parser(
+        "faults", help="prove that the gate would have noticed", description="Inject each fault; the checks named for it must fail."
+    )
     faults.add_argument("port", metavar="PORT", help=PORT_HELP)
     faults.add_argument("fault", metavar="FAULT", nargs="*", help="ids of faults; all that apply to the port, if none is given")
     opts.add_options(faults, opts.PORT_OPTIONS, {"--out": dict(metavar="DIR", help="folder for faults.json")})
@@ -143,7 +147,19 @@ def _gate(parsed: argparse.Namespace) -> int:
     from loudfail.harness import registry
     from loudfail.harness.progress import GateTerminal
 
-    arguments = ["--pyargs", registry.INVARIANTS_PACKAGE, "-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    arguments = [
+        "--pyargs",
+        registry.INVARIANTS_PACKAGE,
+        "-c",
+        os.devnull,
+        "--rootdir",
+        os.getcwd(),
+        "--noconftest",
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+    ]
     arguments += ["--port", chosen.port]
     for flag in (*opts.PORT_OPTIONS, *opts.RUN_OPTIONS):
         value = getattr(parsed, opts.destination(flag))
@@ -214,7 +230,11 @@ def _list(parsed: argparse.Namespace) -> int:
 def _full(record: dict[str, Any]) -> str:
     """A record for people: its docstring, then the other fields."""
     lines = [record["id"], "", record["doc"], ""]
-    lines += [f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in record.items() if key not in ("id", "claim", "doc")]
+    lines += [
+        f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in record.items()
+        if key not in ("id", "claim", "doc")
+    ]
     return "\n".join(lines)
 
 
@@ -257,7 +277,9 @@ def _require(parsed: argparse.Namespace) -> int:
         "tp": ",".join(map(str, content["fingerprint"].get("degrees") or [1])), "device": certified.get("device"), "scale": certified.get("scale"),
         "weights": None if weights == "built-in" else weights, "dtype": certified.get("dtype"),
     }  # fmt: skip
-    chosen = opts.parse({"port": port} | {key: given if (given := getattr(parsed, key)) is not None else value for key, value in as_certified.items()})
+    chosen = opts.parse(
+        {"port": port} | {key: given if (given := getattr(parsed, key)) is not None else value for key, value in as_certified.items()}
+    )
     try:
         cls = registry.find_port(chosen.port)
         instance = chosen.construct(cls)

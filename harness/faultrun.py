@@ -57,7 +57,9 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
         faults = [fault for fault in chosen if gate.port is None or applicable(fault, gate.port)]
         named = {name for fault in faults for name in fault.catches}
         invariants = [invariant for invariant in registry.invariants() if invariant.id in named]
-        if faults and isinstance(problem := next((p for i in invariants for d in gate.degrees_of(i) if (p := gate.problem(i, d))), None), PortProblem):
+        if faults and isinstance(
+            problem := next((p for i in invariants for d in gate.degrees_of(i) if (p := gate.problem(i, d))), None), PortProblem
+        ):
             line.print(f"ERROR the port does not work: {problem}")
             return 1
         if not faults:
@@ -113,7 +115,7 @@ def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant]
 
 
 def summarize(options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], alarms: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """The record ``faults.json``. A margin is ``got / bound`` of the weakest violation; null where the claim is exact and there is no bound to exceed."""
+    """The record ``faults.json``. A margin is ``got / bound`` of the weakest violation; null where the claim is exact, without a bound."""
     margins = {kill.fault: kill.margin if kill.margin is not None and math.isfinite(kill.margin) else None for kill in kills}
     finite = [margin for margin in margins.values() if margin is not None]
     named = {name for fault in chosen for name in fault.catches}

@@ -98,7 +98,9 @@ class Gate:
         for key in self.options.expect:
             name, degree = re.fullmatch(r"(.*?)(\[tp\d+\])?", key, re.DOTALL).groups()  # type: ignore[union-attr]
             if name not in known or (degree and not known[name].per_degree):
-                raise UsageProblem(f"--expect: {registry.nearest(name, known, 'invariant')}" if name not in known else f"--expect: {name} has no degrees")
+                raise UsageProblem(
+                    f"--expect: {registry.nearest(name, known, 'invariant')}" if name not in known else f"--expect: {name} has no degrees"
+                )
 
     def check(self, invariant: Invariant, degree: int | None) -> Result:
         """Run one invariant and judge its result by what is required and expected."""
@@ -162,7 +164,9 @@ class Gate:
             titles.append(f"given: {', '.join(given) or 'nothing'}")
         return layout_of(tables, titles)
 
-    def report(self, results: Sequence[Result], facts: Mapping[str, Any], *, peak: int, selection: str = "", total: int | None = None) -> dict[str, Any]:
+    def report(
+        self, results: Sequence[Result], facts: Mapping[str, Any], *, peak: int, selection: str = "", total: int | None = None
+    ) -> dict[str, Any]:
         """The record of the run.
 
         Args:

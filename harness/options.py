@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -101,9 +102,10 @@ def parse(values: Mapping[str, Any]) -> Options:
         options.expect = read_expected(Path(given["expect"]))
     if "out" in given:
         options.out = Path(given["out"])
-    again = (("device", options.device, "auto"), ("scale", options.scale, "tiny"), ("weights", options.weights, None), ("dtype", options.dtype, "float32"),
-             ("examples", options.examples, None), ("loudfail-seed", options.seed, 0))  # fmt: skip
-    options.given = tuple(f"--{name} {value}" for name, value, default in again if value != default)
+    defaults = Options(options.port)
+    again = ((flag, destination(flag)) for flag in ("--device", "--scale", "--weights", "--dtype", "--examples", "--loudfail-seed"))
+    changed = [(flag, getattr(options, name)) for flag, name in again if getattr(options, name) != getattr(defaults, name)]
+    options.given = tuple(f"{flag} {shlex.quote(str(value))}" for flag, value in changed)
     return options
 
 

@@ -305,7 +305,12 @@ class Run:
         if self.worker:
             self.config.workeroutput["loudfail"] = _simple(self.gate.facts())  # type: ignore[attr-defined]
             return
-        if self.interrupted or self.config.option.collectonly or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not self.declared:
+        if (
+            self.interrupted
+            or self.config.option.collectonly
+            or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+            or not self.declared
+        ):
             return
         if not self.spread:
             self.facts = self.gate.facts()
@@ -333,7 +338,9 @@ class Run:
         for name in self.declared:
             if name not in by_name:
                 check, degree = split_name(name)
-                by_name[name] = Result(check, check, "error", degree, message=f"{NOT_RUN}the session ended before it", rerun=self.gate.rerun(check, degree))
+                by_name[name] = Result(
+                    check, check, "error", degree, message=f"{NOT_RUN}the session ended before it", rerun=self.gate.rerun(check, degree)
+                )
         self.results = [by_name[name] for name in self.declared]
 
     def _selection(self) -> str:

@@ -270,7 +270,9 @@ def _check_latents(method: str, value: Any, like: Mapping[str, Any], port: Port)
         _check_tensor(f"{method}()[{modality!r}]", tensor, port, shape=tuple(like[modality].shape))
 
 
-def _check_tensor(name: str, value: Any, port: Port, *, shape: tuple[int, ...] | None, axes: int | None = None, dtype: str | None = "float32") -> None:
+def _check_tensor(
+    name: str, value: Any, port: Port, *, shape: tuple[int, ...] | None, axes: int | None = None, dtype: str | None = "float32"
+) -> None:
     """``shape`` exactly or, where it is None, the number of axes; ``dtype`` None is any floating one."""
     import torch
 

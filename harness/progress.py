@@ -90,7 +90,9 @@ class GateTerminal:
         if self.run is not None:
             options = self.run.gate.options
             degrees = ",".join(map(str, options.degrees))
-            self.line.print(f"loudfail gate {options.port} · {options.scale} · {options.dtype} · TP {degrees} · device {options.device} · seed {options.seed}")
+            self.line.print(
+                f"loudfail gate {options.port} · {options.scale} · {options.dtype} · TP {degrees} · device {options.device} · seed {options.seed}"
+            )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self.run is not None:
@@ -144,7 +146,9 @@ class GateTerminal:
                 self.line.print(f"  {text}")
         _print_reasons(self.line, self.run.results)
         peak = record["peak_rss_bytes"] / 2**30
-        self.line.print(f"{record['verdict']}: {summarize(record['counts'])} of {record['declared']} · {record['seconds']:.1f} s · {peak:.1f} GiB peak")
+        self.line.print(
+            f"{record['verdict']}: {summarize(record['counts'])} of {record['declared']} · {record['seconds']:.1f} s · {peak:.1f} GiB peak"
+        )
         if self.run.gate.options.out is not None:
             self.line.print(f"written to {self.run.gate.options.out}")
 

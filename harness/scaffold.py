@@ -11,7 +11,12 @@ from pathlib import Path
 from loudfail.harness.options import UsageProblem
 
 #: Template → where it goes; ``{module}`` is the port's module.
-FILES = {"port.py.txt": "{module}.py", "test_port.py.txt": "test_{module}.py", "workflow.yml.txt": ".github/workflows/loudfail.yml", "readme.md.txt": "README.md"}
+FILES = {
+    "port.py.txt": "{module}.py",
+    "test_port.py.txt": "test_{module}.py",
+    "workflow.yml.txt": ".github/workflows/loudfail.yml",
+    "readme.md.txt": "README.md",
+}
 
 
 def write(name: str, parent: Path) -> tuple[Path, str, str]:

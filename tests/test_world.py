@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 import rank_calls
+
 from loudfail.harness.world import RankError, World
 
 
@@ -50,7 +50,7 @@ def test_environment_reaches_the_ranks() -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(world: World) -> None:
-    with pytest.raises(RankError, match="rank 1 of 3 raised in rank_calls.fail_in") as error:
+    with pytest.raises(RankError, match=r"rank 1 of 3 raised in rank_calls\.fail_in") as error:
         world.call(rank_calls.fail_in, 1)
     assert error.value.kind == "raised"
     assert "ValueError: rank 1 has no such projection" in error.value.details
@@ -107,7 +107,7 @@ def test_the_time_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_that_call(world: World) -> None:
-    with pytest.raises(RankError, match="raised in rank_calls.unpicklable") as error:
+    with pytest.raises(RankError, match=r"raised in rank_calls\.unpicklable") as error:
         world.call(rank_calls.unpicklable)
     assert "pickle" in error.value.details
     assert world.call(rank_calls.number) == [0, 1, 2]

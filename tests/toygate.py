@@ -3,6 +3,7 @@
 import sys
 
 import toyselect  # noqa: F401
+
 from loudfail.harness.cli import main
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rank_calls import number
 
 from loudfail.harness.case import Case
 from loudfail.harness.port import Conditions, Port
 from loudfail.harness.world import World
-from rank_calls import number
 
 
 class Toy(Port):
