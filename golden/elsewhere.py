@@ -1,0 +1,82 @@
+"""Run a case as a processor with fewer instructions would: random numbers, products and exponentials then differ in their last bits.
+
+Which instructions are used is decided when torch is loaded, hence a process of its own, which `trace_elsewhere` starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loudfail.golden.cases import GoldenCase, cases_of, record_trace, threads
+from loudfail.golden.store import GoldenError
+from loudfail.harness.registry import find_port
+
+if TYPE_CHECKING:
+    import torch
+
+    from loudfail.harness.port import Port
+
+#: torch's own kernels, Intel's BLAS and oneDNN without AVX-512, the first two without AVX2 as well; names that a build does not know change nothing.
+ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+#: Seconds until the process is given up.
+TIMEOUT = 900
+
+
+def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The trace of a case in a process with another instruction set.
+
+    Args:
+        port: its class has to be importable; an equal port is made in the process.
+        golden: one of `cases_of` the port.
+        degrees: tensor-parallel degrees of the rollout.
+
+    Raises:
+        GoldenError: the process failed; its last lines are in the message.
+    """
+    from safetensors.torch import load_file
+
+    task = {
+        "port": f"{type(port).__module__}:{type(port).__qualname__}",
+        "arguments": {"scale": port.scale, "weights": port.weights, "device": port.device, "dtype": port.dtype},
+        "case": golden.name,
+        "degrees": list(degrees),
+    }
+    with tempfile.TemporaryDirectory(prefix="loudfail-golden-") as folder:
+        target = Path(folder) / "trace.safetensors"
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "loudfail.golden.elsewhere", json.dumps(task), str(target)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            raise GoldenError(f"the run with another instruction set took longer than {TIMEOUT} s") from None
+        if done.returncode:
+            raise GoldenError("the run with another instruction set failed:\n" + "\n".join(done.stderr.splitlines()[-5:]))
+        tensors = load_file(target)
+        return {name: tensors[name] for name in json.loads(target.with_suffix(".json").read_text())}
+
+
+def main(task: str, target: str) -> None:
+    """What the process does: run the case and write its tensors and their order."""
+    from safetensors.torch import save_file
+
+    wanted = json.loads(task)
+    port = find_port(wanted["port"])(**wanted["arguments"])
+    try:
+        case = next(case for case in cases_of(port) if case.name == wanted["case"])
+        with threads(1):
+            trace = record_trace(port, case, wanted["degrees"])
+    finally:
+        port.close()
+    save_file(dict(trace), target)
+    Path(target).with_suffix(".json").write_text(json.dumps(list(trace)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
