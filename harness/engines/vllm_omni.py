@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -269,6 +270,7 @@ class Pipeline(torch.nn.Module):
 def start(rank: Rank) -> None:
     """Process groups of vLLM and vLLM-Omni's tensor parallelism."""
     logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # upstream's own calls into torch.distributed
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
     # vLLM-Omni's projection cache sends.
