@@ -1,0 +1,67 @@
+"""Fixtures of more than one test file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from loudfail.harness import plugin, registry
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+@pytest.fixture
+def toysuite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`toysuite` in the place of Loudfail's invariants and faults, in this process, for one test."""
+    monkeypatch.setattr(registry, "INVARIANTS_PACKAGE", "toysuite")
+    monkeypatch.setattr(registry, "FAULTS_PACKAGE", "toysuite.faults")
+    monkeypatch.setattr(registry, "_invariants", {})
+    monkeypatch.setattr(registry, "_faults", {})
+    plugin._folders.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "toysuite"]:
+        del sys.modules[name]  # importing them again registers them again
+    yield
+    plugin._folders.cache_clear()
+
+
+@pytest.fixture
+def loudfail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], toysuite: None) -> Callable[..., Ran]:
+    """Run the command line in this process, in an empty folder, on `toysuite`."""
+    from loudfail.harness.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(HERE))
+    # pytest.main inside pytest: plugins of the outer run that were given on its command line do not concern the inner one.
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    def run(*arguments: str | Path) -> Ran:
+        return _run(main, [str(one) for one in arguments], capfd)
+
+    return run
+
+
+def _run(main: Callable[[Sequence[str]], int], arguments: list[str], capfd: pytest.CaptureFixture[str]) -> Ran:
+    capfd.readouterr()
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capfd.readouterr()
+    return Ran(code, out, err)
