@@ -9,6 +9,7 @@ import platform
 import subprocess
 import threading
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 #: Distributions whose versions decide what a result is worth.
