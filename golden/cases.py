@@ -264,7 +264,7 @@ def _forget(port: Port) -> None:
 
 
 def _summary(state: State) -> torch.Tensor:
-    """``(parameters, 2)`` float64, names in order: norm, and a mean weighted by place, which a permutation changes. A hash would know no drift: seeded
+    """``(parameters, 2)`` float64, names in order: norm, and a mean weighted by place, which a permutation changes. A hash knows no drift: seeded
     weights differ in their last bits from one instruction set to another."""
     import torch
 
