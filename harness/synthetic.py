@@ -1,4 +1,4 @@
-"""A synthetic joint audio-video world with a verifiable reward, in latents: what a tiny model can really learn, and a reward that cannot be argued with.
+"""A synthetic joint audio-video world in latents, small enough for a tiny model to really learn it, with a verifiable reward.
 
 Every prompt names a class, and every class has an audio template. A sample's audio is its *energy* times a template; its video has a *brightness*.
 Two things relate the parts, and the data hold to both only sometimes, so that reinforcement learning has something to improve:
@@ -75,13 +75,14 @@ def sample(shapes: Mapping[str, Sequence[int]], classes: Sequence[int], seed: in
     energy = uniform("energy", *ENERGY)
     brightness = torch.where(uniform("coupled") < COUPLING, energy - 1, uniform("brightness", *BRIGHTNESS))
 
-    *lead, width, length = shapes["audio"]
+    *lead, width, _ = shapes["audio"]
     tone = (energy[:, None] * templates(width)[heard]).view(count, *[1] * len(lead), width, 1)
     audio = tone.float() + NOISE * normal("audio")
 
     height, across = shapes["video"][2:]
     turns = [torch.arange(size, dtype=torch.float64) / size for size in (height, across)]
-    phase = uniform("rows")[:, None, None] * 4 * turns[0][:, None] + uniform("columns")[:, None, None] * 4 * turns[1] + uniform("phase")[:, None, None]
+    rows, columns, start = (uniform(name).view(count, 1, 1) for name in ("rows", "columns", "phase"))
+    phase = 4 * rows * turns[0][:, None] + 4 * columns * turns[1] + start
     pattern = PATTERN * torch.cos(2 * torch.pi * phase)
     pattern = pattern - pattern.mean((1, 2), keepdim=True)  # the pattern must not be brightness
     video = (brightness[:, None, None] + pattern).view(count, 1, 1, height, across).float() + NOISE * normal("video")

@@ -31,10 +31,11 @@ GIVEN_TIME = 0.999
 VIDEO_CHANNELS, AUDIO_CHANNELS, STEREO, PATCH = 24, 32, 2, (1, 2, 2)
 
 #: Architecture of each scale. ``tiny`` keeps what is structural in the released model: inner width ≠ hidden, partial rotary, two AdaLN widths, row widths.
+#: Its hidden width is above the 96 of a video row: below, no model of this shape could tell all the noise of a row.
 SCALES: dict[str, dict[str, Any]] = {
     "tiny": dict(
-        num_attention_heads=8, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=96, text_dim=32, freq_dim=32,
-        time_embed_hidden_dim=64, time_embed_dim=40, rope_freq_dim=2,
+        num_attention_heads=8, attention_head_dim=16, hidden_size=112, num_layers=2, num_refiner_layers=1, ffn_dim=96, text_dim=32, freq_dim=32,
+        time_embed_hidden_dim=64, time_embed_dim=24, rope_freq_dim=2,
     ),
     "wide": dict(num_layers=1, num_refiner_layers=1),
 }  # fmt: skip
@@ -375,6 +376,17 @@ class H3(Port):
         from loudfail.harness.ports import h3_text
 
         return h3_text.encode(self.text_encoder, ids)
+
+    # -- trained -----------------------------------------------------------------------------------------------------------------------------
+    def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
+        from loudfail.harness import synthetic
+
+        if self.scale != "tiny" or self.weights is not None or not CHECKPOINT.is_file():
+            raise Unavailable("only the built-in checkpoint of scale 'tiny' was trained on the synthetic world; use neither --weights nor another --scale")
+        extent = {axis: sizes[0] for axis, sizes in self.extents.items()}  # most of what it was trained on
+        classes = [index % len(synthetic.PROMPTS) for index in range(count)]
+        latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed)
+        return latents, [self.condition(self.tokenize(synthetic.PROMPTS[index])) for index in classes]
 
     # -- shared ------------------------------------------------------------------------------------------------------------------------------
     def classes(self) -> list[str]:
