@@ -241,7 +241,7 @@ def _calling(method: str) -> Iterator[None]:
     except (PortProblem, Unavailable):
         raise
     except Exception as error:
-        problem = PortProblem(f"{method}() raised {type(error).__name__}: {_last_line(error)}")
+        problem = PortProblem(f"{method if method.endswith(')') else method + '()'} raised {type(error).__name__}: {_last_line(error)}")
         problem.details = traceback.format_exc()
         raise problem from error
 
@@ -283,6 +283,6 @@ def _check_tensor(
         _need(value.ndim == axes, f"{name} has shape {tuple(value.shape)}; want {axes} axes")
     right = value.is_floating_point() if dtype is None else value.dtype == getattr(torch, dtype)
     _need(right, f"{name} is {value.dtype}; want {f'torch.{dtype}' if dtype else 'a floating dtype'}")
-    _need(value.device.type in ("cpu", port.device), f"{name} is on {value.device}; want {port.device} or cpu")
+    _need(value.device.type in ("cpu", port.device), f"{name} is on {value.device}; want {' or '.join({port.device: 0, 'cpu': 0})}")
     bad = int((~torch.isfinite(value)).sum())
     _need(bad == 0, f"{name} has {bad} of {value.numel()} values that are not finite")

@@ -135,12 +135,11 @@ class GateTerminal:
         record = self.run.record if self.run is not None else None
         if self.run is None or record is None:
             return
-        for message, number in self.stopped.items():
-            self.line.print(f"  {number} checks were not run for this reason: {message}" if number > 1 else f"  {message}")
         from loudfail.harness.gate import uncovered_seams
 
-        missing = uncovered_seams(record["seams"])
-        if missing:
+        if self.stopped:
+            self.line.print(f"{sum(self.stopped.values())} checks were not run, since the port does not work")
+        elif missing := uncovered_seams(record["seams"]):
             self.line.print("seams that this port does not offer, and the methods that are missing:")
             for text in missing:
                 self.line.print(f"  {text}")

@@ -117,10 +117,11 @@ def test_the_suite_as_an_ordinary_parametrized_test(run_pytest: Callable[..., An
 
 
 def test_workers_share_no_world_and_the_record_is_whole(tmp_path: Path) -> None:
-    arguments = ["-m", "pytest", "--pyargs", "toysuite", "--port", "toyports:Ranked", "--tp", "1,2", "-n", "2", "--out", str(tmp_path / "out")]
+    arguments = ["-m", "pytest", "--pyargs", "toysuite", "--port", "toyports:Ranked", "--tp", "1,2", "-n", "2", "-v", "--out", str(tmp_path / "out")]
     environment = os.environ | {"PYTEST_PLUGINS": "toyselect", "PYTHONPATH": str(HERE)}
     done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "every_rank_answers[tp1]@tp1" in done.stdout and "every_rank_answers[tp2]@tp2" in done.stdout  # the groups of --dist loadgroup
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["declared"] == 5 == sum(report["counts"].values()) and report["counts"]["holds"] == 4
     assert json.loads((tmp_path / "out" / "gate.json").read_text())["fingerprint"]["port"]["port"] == "ranked"
