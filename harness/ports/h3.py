@@ -9,20 +9,26 @@ rollout is vLLM-Omni's ``MiniMaxH3DiTModel`` with vLLM-Omni's own layout builder
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, LoRAParts, VllmOmniRollout
+from loudfail.harness.media import Media
 from loudfail.harness.port import AdapterConfig, Conditions, Port, RowTable, Step, Trajectory
+from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
+from loudfail.harness.ports.h3_text import Presentation, rollout_encoder_classes
 from loudfail.harness.violation import Unavailable
-from loudfail.harness.world import preload
+from loudfail.harness.world import World, preload
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 SHIFT = {"video": 12.0, "audio": 3.0}
@@ -58,6 +64,9 @@ class H3(Port):
     extents = {"frames": (2, 7), "height": (4, 6, 2), "width": (4, 2, 8), "audio": (8, 5, 13)}
     givens = ((), ("first",), ("last",), ("first", "last"))
     adapter = AdapterConfig(rank=64, alpha=128.0, targets=TARGETS)
+    given_sigma = 1 - GIVEN_TIME
+    shift = SHIFT
+    time_axis = {"video": 1, "audio": 2}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
         if scale not in SCALES:
@@ -65,11 +74,20 @@ class H3(Port):
         super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
         preload(*PRELOAD)  # let the rollout import while the actor does
         self._engines: dict[int, VllmOmniRollout] = {}
+        self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
     # -- the actor ---------------------------------------------------------------------------------------------------------------------------
     @cached_property
     def actor(self) -> Any:
-        """``diffusers.MiniMaxH3Transformer3DModel`` with the adapter ``default``."""
+        """``diffusers.MiniMaxH3Transformer3DModel`` with the adapter ``default``, which trains."""
+        actor = self._actor
+        self.add_adapter("default", self.adapter)
+        self.select_trainable("default")
+        return actor
+
+    @cached_property
+    def _actor(self) -> Any:
+        """The actor before it has an adapter."""
         from diffusers import MiniMaxH3Transformer3DModel
 
         if self.weights is not None:
@@ -87,12 +105,7 @@ class H3(Port):
                 _randomize(model)
             if self.dtype != "float32":
                 _cast(model, getattr(torch, self.dtype))
-        model.requires_grad_(False).to(self.device).eval()
-        self._base_names = set(model.state_dict())
-        self._actor = model
-        self.add_adapter("default", self.adapter)
-        self.select_trainable("default")
-        return model
+        return model.requires_grad_(False).to(self.device).eval()
 
     # -- objective ---------------------------------------------------------------------------------------------------------------------------
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
@@ -103,13 +116,29 @@ class H3(Port):
         }
 
     def conditions(self, case: Case) -> list[Conditions]:
-        given = self.given_latents(case)
-        return [self.condition(self.tokenize(prompt), given[index], case.seed + index) for index, prompt in enumerate(case.prompts)]
+        images = self.keyframes(case)
+        return [self.condition(self.tokenize(prompt), None, case.seed + index, images[index]) for index, prompt in enumerate(case.prompts)]
 
-    def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
-        """Conditions of one sample from token ids and clean given latents ``(24, 1, h, w)`` by name; ``seed`` draws the 0.001 of noise they get."""
+    def condition(
+        self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0, images: Mapping[str, Any] | None = None
+    ) -> Conditions:
+        """Conditions of one sample.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            given: clean given latents ``(24, 1, h, w)`` by name, with a text-only presentation.
+            seed: draws the 0.001 of noise that given latents get.
+            images: keyframes instead, uint8 ``(16·h, 16·w, 3)`` by name: encoded by the video autoencoder, and shown to the text encoder.
+
+        Raises:
+            ValueError: both latents and images, no token ids, or an image of another type or size.
+        """
         from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
 
+        if given and images:
+            raise ValueError("given frames come as latents or as images, not both")
+        given = {name: self.encode_keyframe(image) for name, image in images.items()} if images else given
+        presentation = self.present(prompt_ids, images)
         generator = torch.Generator().manual_seed(seed)
         rows = []
         for latent in (given or {}).values():
@@ -117,15 +146,31 @@ class H3(Port):
             rows.append(patchify_video_latents(self.schedulers["video"].scale_noise(latent[None], GIVEN_TIME, noise), PATCH))
         return Conditions(
             tuple(prompt_ids),
-            self.encode_prompt(prompt_ids),
+            presentation.embeds if images else self.encode_prompt(prompt_ids),
             dict(given or {}),
-            {"given_rows": torch.cat(rows) if rows else torch.zeros(0, VIDEO_CHANNELS * 4), "tags": torch.ones(len(prompt_ids), dtype=torch.long)},
+            {
+                "given_rows": torch.cat(rows) if rows else torch.zeros(0, VIDEO_CHANNELS * 4),
+                "tags": presentation.tags,
+                "encoder_ids": presentation.ids,
+            },
         )
 
     def given_latents(self, case: Case) -> list[dict[str, torch.Tensor]]:
-        shape = (VIDEO_CHANNELS, 1, case.extent["height"], case.extent["width"])
-        drawn = {name: case.normal(f"given/{name}", {"video": shape})["video"] for name in case.given}
-        return [{name: latents[index] for name, latents in drawn.items()} for index in range(case.batch)]
+        return [{name: self.encode_keyframe(image) for name, image in images.items()} for images in self.keyframes(case)]
+
+    def keyframes(self, case: Case) -> list[dict[str, Any]]:
+        """The keyframes of each sample by name, uint8 ``(16·h, 16·w, 3)`` noise: one of four pictures a name and size, so that encodings are cached."""
+        size = (case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL, 3)
+        return [{name: _picture(name, (case.seed + index) % 4, size) for name in case.given} for index in range(case.batch)]
+
+    def encode_keyframe(self, image: Any) -> torch.Tensor:
+        """Clean latents ``(24, 1, H/16, W/16)`` of a uint8 ``(H, W, 3)`` keyframe, by diffusers' own recipe."""
+        check_keyframe(image)
+        return self._encode_keyframe(image.tobytes(), image.shape).clone()
+
+    @lru_cache(maxsize=256)  # noqa: B019  a port lives as long as the run
+    def _encode_keyframe(self, pixels: bytes, shape: tuple[int, ...]) -> torch.Tensor:
+        return encode_keyframes(self.autoencoders, [_image(pixels, shape)])[0]
 
     @cached_property
     def schedulers(self) -> dict[str, Any]:
@@ -270,18 +315,19 @@ class H3(Port):
 
         model = self._actor
         before = {n for n, p in model.named_parameters() if p.requires_grad}
-        present = self.adapter_names()
+        present = list(getattr(model, "peft_config", {}))
         if name in present:
             model.delete_adapters(name)
-        model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0), adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
+            model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets)), adapter_name=name)
         if before and present:
             for parameter_name, parameter in model.named_parameters():
-                parameter.requires_grad_(parameter_name in before or (name in present and f".{name}." in parameter_name))
-            if "default" in self.adapter_names():
-                self._select("default", keep_flags=True)
+                parameter.requires_grad_(parameter_name in before)
+            self._select("default", keep_flags=True)
 
     def adapter_names(self) -> list[str]:
-        return list(getattr(self._actor, "peft_config", {}))
+        return list(getattr(self.actor, "peft_config", {}))
 
     def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
@@ -342,10 +388,17 @@ class H3(Port):
             config = {key: value for key, value in dict(self.actor.config).items() if not key.startswith("_")}
             hidden = config["hidden_size"]  # the engine's configuration has these two widths as constants of the released model
             config |= {"adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden}
-            engine = VllmOmniRollout(H3Fused(config), degree, dtype=self.dtype, device=self.device)
+            threads = 1
+            if self.scale != "tiny" or self.weights is not None:  # one engine at a time is all that memory has room for
+                self.close()
+                threads = max(1, (os.cpu_count() or 1) // degree)
+            engine = VllmOmniRollout(H3Fused(config), degree, dtype=self.dtype, device=self.device, threads=threads)
             engine.load_base(self.base_state())
             self._engines[degree] = engine
         return self._engines[degree]
+
+    def computed_buffers(self) -> dict[str, torch.Tensor]:
+        return {"rope.inv_freq": self.actor.rope.inv_freq.float().cpu()}
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -357,7 +410,35 @@ class H3(Port):
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_prompt(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._encode(tuple(ids))
+        return self.present(ids).embeds
+
+    def rollout_prompt(self, ids: Sequence[int]) -> tuple[tuple[int, ...], torch.Tensor]:
+        presentation = self.present_in_rollout(ids)
+        return presentation.ids, presentation.embeds
+
+    def present(self, ids: Sequence[int], images: Mapping[str, Any] | None = None) -> Presentation:
+        """The prompt, with keyframes (uint8 ``(H, W, 3)`` by name, in packed order) before it, through the trainer's encoder."""
+        pictures = tuple((image.tobytes(), image.shape) for image in (images or {}).values() if check_keyframe(image) is None)
+        return self._encode(tuple(ids), pictures)
+
+    def present_in_rollout(self, ids: Sequence[int], images: Mapping[str, Any] | None = None) -> Presentation:
+        """The same through vLLM-Omni's presentation and text encoder, in the ranks of an engine that is there (degree 1 if none is).
+
+        Raises:
+            Unavailable: no engine on this machine.
+            RankError: the rollout refuses the prompt, for example one without ids.
+        """
+        from loudfail.harness.ports import h3_text
+
+        world = self.engine(min((degree for degree, engine in self._engines.items() if engine.world.alive), default=1)).world
+        if world not in self._encoding:
+            state = None if self.weights else {name: value.cpu() for name, value in self.text_encoder.state_dict().items()}
+            dtype = str(self.text_encoder.dtype).removeprefix("torch.")
+            world.call(h3_text.load_rollout_encoder, self.weights, self.text_encoder.config.to_dict(), state, dtype)
+            self._encoding.add(world)
+        result = world.call(h3_text.rollout_encode, tuple(ids), list((images or {}).values()))[0]
+        assert result is not None  # rank 0 answers
+        return result
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -371,11 +452,26 @@ class H3(Port):
 
         return h3_text.encoder(self.weights, SCALES[self.scale].get("text_dim", 5120))
 
-    @lru_cache(maxsize=512)  # noqa: B019  a port lives as long as the run
-    def _encode(self, ids: tuple[int, ...]) -> torch.Tensor:
+    @cached_property
+    def _presenter(self) -> Any:
         from loudfail.harness.ports import h3_text
 
-        return h3_text.encode(self.text_encoder, ids)
+        return h3_text.pipeline(self.text_encoder, self.tokenizer, h3_text.processor(self.weights, self.tokenizer))
+
+    @lru_cache(maxsize=512)  # noqa: B019  a port lives as long as the run
+    def _encode(self, ids: tuple[int, ...], pictures: tuple[tuple[bytes, tuple[int, ...]], ...]) -> Presentation:
+        from loudfail.harness.ports import h3_text
+
+        return h3_text.present(self._presenter, ids, [_image(*picture) for picture in pictures])
+
+    # -- media -------------------------------------------------------------------------------------------------------------------------------
+    def decode(self, latents: Mapping[str, torch.Tensor]) -> list[Media]:
+        """Clean latents → media of each sample: frames at 24 a second, stereo at 32 kHz."""
+        return decode(self.autoencoders, latents)
+
+    @cached_property
+    def autoencoders(self) -> Autoencoders:
+        return Autoencoders(self.weights, self.device)
 
     # -- trained -----------------------------------------------------------------------------------------------------------------------------
     def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
@@ -392,9 +488,26 @@ class H3(Port):
     def classes(self) -> list[str]:
         kinds = {type(self.actor), type(self.schedulers["video"]), type(self.text_encoder), type(self.tokenizer)}
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+        if "autoencoders" in vars(self):
+            names |= {f"{type(part).__module__}.{type(part).__qualname__}" for part in (self.autoencoders.vae, self.autoencoders.audio_vae)}
         for engine in self._engines.values():
             names |= set(engine.classes())
+            if engine.world in self._encoding and engine.world.alive:
+                names |= set(engine.world.call(rollout_encoder_classes)[0])
         return sorted(names)
+
+
+@lru_cache(maxsize=256)
+def _picture(name: str, number: int, size: tuple[int, int, int]) -> Any:
+    import numpy as np
+
+    return np.random.default_rng([number, *name.encode()]).integers(0, 256, size, dtype=np.uint8)
+
+
+def _image(pixels: bytes, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    return np.frombuffer(pixels, np.uint8).reshape(shape).copy()
 
 
 @dataclass(frozen=True)
