@@ -260,6 +260,7 @@ def _env(parsed: argparse.Namespace) -> int:
 
 def _require(parsed: argparse.Namespace) -> int:
     from loudfail.harness import certificate, registry
+    from loudfail.harness.world import without_preloading
 
     try:
         content = certificate.read(parsed.certificate)
@@ -282,7 +283,8 @@ def _require(parsed: argparse.Namespace) -> int:
     )
     try:
         cls = registry.find_port(chosen.port)
-        instance = chosen.construct(cls)
+        with without_preloading():
+            instance = chosen.construct(cls)
     except (registry.UnknownId, ImportError, ValueError) as error:
         return _complain(str(error))
     try:

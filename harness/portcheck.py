@@ -110,8 +110,8 @@ def _check_objective(port: Port, case: Case) -> tuple[dict[str, Any], dict[str, 
     with _calling("grid"):
         grid = port.grid(CALLS)
         _check_keys("grid", grid, port.modalities)
-        for modality, sigmas in grid.items():
-            _check_tensor(f"grid({CALLS})[{modality!r}]", sigmas, port, shape=(CALLS + 1,))
+        for modality, points in grid.items():
+            _check_tensor(f"grid({CALLS})[{modality!r}]", points, port, shape=(CALLS + 1,))
     latents, sigmas = case.normal("noise", shapes), case.sigmas("sigma", port.modalities)
     with _calling("predict_velocity"):
         _check_latents("predict_velocity", port.predict_velocity(latents, sigmas, conditions), latents, port)
@@ -141,8 +141,8 @@ def _check_vendor(port: Port, latents: Mapping[str, Any], conditions: Sequence[C
     with _calling("vendor_grid"):
         grid = port.vendor_grid(CALLS)
         _check_keys("vendor_grid", grid, port.modalities)
-        for modality, sigmas in grid.items():
-            _check_tensor(f"vendor_grid({CALLS})[{modality!r}]", sigmas, port, shape=(CALLS + 1,), dtype=None)
+        for modality, points in grid.items():
+            _check_tensor(f"vendor_grid({CALLS})[{modality!r}]", points, port, shape=(CALLS + 1,), dtype=None)
     with _calling("vendor_rollout"):
         trajectory = port.vendor_rollout(latents, CALLS, conditions)
         _need(isinstance(trajectory, Trajectory), f"vendor_rollout() gave a {type(trajectory).__name__}; want loudfail.harness.port.Trajectory")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from loudfail.harness.result import FAILING, STATUSES, Result
+from loudfail.harness.result import counts as count
 from loudfail.harness.violation import show
 
 if TYPE_CHECKING:
@@ -119,8 +120,7 @@ class GateTerminal:
 
     def _finish_link(self, link: str) -> None:
         results = self.links[link]
-        counts = {status: sum(result.status == status for result in results) for status in STATUSES}
-        self.line.print(f"  {link:<12} {summarize(counts):<44} {sum(result.seconds for result in results):6.1f} s")
+        self.line.print(f"  {link:<12} {summarize(count(results)):<44} {sum(result.seconds for result in results):6.1f} s")
         self.done.add(link)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -14,7 +14,21 @@ INVARIANTS_PACKAGE = "loudfail.invariants"
 FAULTS_PACKAGE = "loudfail.invariants.faults"
 
 #: The links of the chain in data order; files of `loudfail.invariants` are run in this order.
-CHAIN = ("schedule", "conventions", "packing", "prompts", "adapters", "sync", "rollout", "rewards", "conditions", "advantages", "objective", "update", "resume")
+CHAIN = (
+    "schedule",
+    "conventions",
+    "packing",
+    "prompts",
+    "adapters",
+    "sync",
+    "rollout",
+    "rewards",
+    "conditions",
+    "advantages",
+    "objective",
+    "update",
+    "resume",
+)
 
 Strategies = dict[str, Callable[[Any], Any]]
 
@@ -171,8 +185,14 @@ def nearest(name: str, known: Iterable[str], kind: Literal["invariant", "fault",
     """The error for a name that is not there, with the nearest names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or [k for k in known if name.lower() in k.lower()][:3]
-    hint = f"; nearest: {', '.join(close)}" if close else f"; there are {len(known)}, see `loudfail list`"
-    return UnknownId(f"no {kind} {name!r}{hint}")
+    hint = (
+        f"nearest: {', '.join(close)}"
+        if close
+        else f"there are {len(known)}, see `loudfail list`"
+        if len(known) > 5
+        else f"there is {', '.join(known)}"
+    )
+    return UnknownId(f"no {kind} {name!r}; {hint}")
 
 
 def ports() -> dict[str, str]:

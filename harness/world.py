@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -58,11 +59,26 @@ class Rank:
         self.at_exit: list[Callable[[], None]] = []
 
 
+_preloading_off: contextvars.ContextVar[bool] = contextvars.ContextVar("loudfail_preloading_off", default=False)
+
+
+@contextlib.contextmanager
+def without_preloading() -> Iterator[None]:
+    """`preload` does nothing inside: for a port that is constructed only to be described, so that no server imports for nothing."""
+    token = _preloading_off.set(True)
+    try:
+        yield
+    finally:
+        _preloading_off.reset(token)
+
+
 def preload(*modules: str) -> None:
     """Name the modules that the server imports before the first rank is forked, and start it. Later calls change nothing.
 
     Starting early lets the server import while this process does its own imports.
     """
+    if _preloading_off.get():
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["loudfail.harness.world", *modules])
     from multiprocessing import forkserver
