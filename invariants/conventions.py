@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from loudfail.harness.case import Case, cases
 from loudfail.harness.compare import chart, relative_error, require_at_least, require_close, require_each_close, require_equal
-from loudfail.harness.port import Port, no_grad, noised
+from loudfail.harness.port import Conditions, Port, no_grad, noised
 from loudfail.harness.registry import invariant
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
+
+#: Bounds. Measured on the clean port: velocity 2e-6 (both dtypes), final latents 1.2e-6, batch 0, absolute level 3e-8.
+VELOCITY = {"float32": 2e-5, "bfloat16": 3e-5}
+LATENTS = {"float32": 2e-5, "bfloat16": 1e-2}
+BATCH = {"float32": 1e-5, "bfloat16": 5e-2}
+LEVEL = 6e-7
 
 
 def calls(port: Port) -> SearchStrategy[int]:
@@ -48,7 +55,7 @@ def the_velocity_is_that_of_the_vendors_loop(port: Port, case: Case, calls: int)
     for index, step in enumerate(trajectory.steps):
         with no_grad():
             got = port.predict_velocity(step.latents, step.sigmas, conditions)
-        bound = port.bound(float32=1e-4, bfloat16=1e-4)
+        bound = port.bound(**VELOCITY)
         require_each_close(got, step.velocity, bound=bound, where=f"call {index} of {calls}, given {case.given}")
 
 
@@ -64,7 +71,7 @@ def the_clean_estimate_of_the_last_call_is_the_vendors_result(port: Port, case: 
     with no_grad():
         velocity = port.predict_velocity(last.latents, last.sigmas, conditions)
     clean = {m: last.latents[m] - last.sigmas[m].view(-1, *[1] * (v.ndim - 1)) * v for m, v in velocity.items()}
-    bound = port.bound(float32=1e-5, bfloat16=1e-5)
+    bound = port.bound(**VELOCITY)
     require_each_close(clean, trajectory.final, bound=bound, where=f"{calls} calls, given {case.given}")
 
 
@@ -83,7 +90,7 @@ def an_euler_loop_in_our_convention_ends_where_the_vendors_does(port: Port, case
         with no_grad():
             velocity = port.predict_velocity(latents, {m: grid[m][index].repeat(case.batch) for m in grid}, conditions)
         latents = {m: latents[m] + (grid[m][index + 1] - grid[m][index]) * velocity[m] for m in latents}
-    bound = port.bound(float32=1e-4, bfloat16=1e-1)
+    bound = port.bound(**LATENTS)
     require_each_close(latents, want, bound=bound, where=f"{calls} calls, given {case.given}")
 
 
@@ -101,7 +108,7 @@ def every_generated_row_is_told_the_level_it_is_at(port: Port, case: Case) -> No
         for modality in port.modalities:
             told = table.sigma_of(modality)[~table.given_of(modality)].double()
             meant = torch.full_like(told, float(sigmas[modality][index]))
-            require_close(told, meant, bound=2e-6, scale=len(told) ** 0.5, where=f"sample {index} of {case.batch}, {modality} rows")
+            require_close(told, meant, bound=LEVEL, scale=len(told) ** 0.5, where=f"sample {index} of {case.batch}, {modality} rows")
 
 
 @invariant("objective", examples=5, case=cases(batch=(2, 3)))
@@ -117,7 +124,7 @@ def the_samples_of_a_batch_do_not_influence_each_other(port: Port, case: Case) -
         turned = port.predict_velocity(
             {m: v.flip(0) for m, v in latents.items()}, {m: s.flip(0) for m, s in sigmas.items()}, list(reversed(conditions))
         )
-        bound = port.bound(float32=1e-4, bfloat16=3e-1)
+        bound = port.bound(**BATCH)
         for index in range(case.batch):
             alone = port.predict_velocity(
                 {m: v[index : index + 1] for m, v in latents.items()}, {m: s[index : index + 1] for m, s in sigmas.items()}, [conditions[index]]
@@ -168,47 +175,47 @@ def the_same_call_gives_the_same_velocity(port: Port, case: Case) -> None:
         require_equal(got[modality].detach(), want[modality], where=modality)
 
 
-def _losses(port: Port, seed: int, level: float) -> tuple[dict[str, torch.Tensor], ...]:
-    """A trained batch at one level: clean latents, noise, noised latents, sigmas and conditions."""
+def _trained(
+    port: Port, seed: int, level: float
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], list[Conditions]]:
+    """Data that the model was trained on, at one level: target velocity, noised latents, sigmas, conditions."""
     clean, conditions = port.trained_batch(seed, 16)
     generator = torch.Generator().manual_seed(seed)
     noise = {m: torch.randn(x.shape, generator=generator) for m, x in clean.items()}
-    sigmas = {m: torch.full((16,), level) for m in clean}
-    return clean, noise, noised(clean, noise, sigmas), sigmas, conditions  # type: ignore[return-value]
+    sigmas = {m: torch.full((len(x),), level) for m, x in clean.items()}
+    return {m: noise[m] - clean[m] for m in clean}, noised(clean, noise, sigmas), sigmas, conditions
 
 
 @invariant("objective", "trained", examples=3, scales=("tiny",), seed=seeds, level=levels)
 def a_trained_velocity_points_from_data_to_noise(port: Port, seed: int, level: float) -> None:
-    """On data that the model was trained on, the velocity fits ``noise − x0`` far better than its negative, per modality.
+    """On data that the model was trained on, the velocity correlates positively with ``noise − x0``, per modality.
 
-    The oracle is what the model has learned, which no convention of port, vendor or engine can change. Sees a sign that all of them share.
+    The oracle is what the model has learned, which no convention of port, vendor or engine can change. Sees a sign that all of them share. By
+    chance the correlation of so many values is 0.01.
     """
-    clean, noise, latents, sigmas, conditions = _losses(port, seed, level)
+    target, latents, sigmas, conditions = _trained(port, seed, level)
     with no_grad():
         velocity = port.predict_velocity(latents, sigmas, conditions)
     for modality, v in velocity.items():
-        target = noise[modality] - clean[modality]
-        right, wrong = float((v - target).square().mean()), float((-v - target).square().mean())
-        chart(f"sign/{modality}", right / wrong)
-        require_close(
-            torch.tensor(right), torch.tensor(0.0), bound=0.5, scale=wrong, where=f"{modality}, sigma {level:.3f}, error against that of −v"
-        )
+        correlation = float(torch.nn.functional.cosine_similarity(v.flatten().double(), target[modality].flatten().double(), dim=0))
+        chart(f"sign/{modality}", correlation)
+        require_at_least(correlation, 0.05, where=f"{modality}, sigma {level:.3f}, correlation with noise − x0")
 
 
 @invariant("objective", "trained", examples=3, scales=("tiny",), seed=seeds, level=levels)
 def a_trained_model_hears_sigma_as_the_noise_fraction(port: Port, seed: int, level: float) -> None:
-    """On data that the model was trained on, telling it a modality's true sigma predicts better than telling it one minus sigma, per modality.
+    """On data that the model was trained on, a modality's true sigma predicts better than one minus sigma, per modality.
 
     With sigma passed as data fraction the loss is a few per cent higher, training runs and the reward rises; only what the model has learned knows
-    which end of the axis is noise.
+    which end of the axis is noise. Measured as the logarithm of the ratio of the two squared errors: positive when right, negative when mirrored, 0
+    when not heard.
     """
-    clean, noise, latents, sigmas, conditions = _losses(port, seed, level)
+    target, latents, sigmas, conditions = _trained(port, seed, level)
     with no_grad():
         right = port.predict_velocity(latents, sigmas, conditions)
         for modality in port.modalities:
             flipped = port.predict_velocity(latents, sigmas | {modality: 1 - sigmas[modality]}, conditions)
-            target = noise[modality] - clean[modality]
-            errors = [float((v[modality] - target).square().mean()) for v in (right, flipped)]
-            chart(f"time/{modality}", errors[0] / errors[1])
-            where = f"{modality}, sigma {level:.3f}, error against that at one minus sigma"
-            require_close(torch.tensor(errors[0]), torch.tensor(0.0), bound=0.9, scale=errors[1], where=where)
+            errors = [float((v[modality].double() - target[modality].double()).square().mean()) for v in (right, flipped)]
+            gain = math.log(errors[1] / errors[0])
+            chart(f"time/{modality}", gain)
+            require_at_least(gain, 0.02, where=f"{modality}, sigma {level:.3f}, log of the error at one minus sigma over that at sigma")

@@ -41,7 +41,7 @@ def texts(port: Port) -> SearchStrategy[tuple[str, ...]]:
     """Any Unicode, and fragments whose tokens, one after another, are not those of the joined text."""
     from hypothesis import strategies as st
 
-    anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
+    anything = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
     return st.one_of(
         st.lists(st.sampled_from(FRAGMENTS), min_size=2, max_size=8).map(tuple),
         anything.map(lambda text: (text,)),
@@ -151,14 +151,15 @@ def swapping_two_prompts_swaps_what_is_said_of_the_same_latents(port: Port, case
         ]
     want = {m: torch.cat([one[m] for one in alone]) for m in got}
     scale = {m: alone[0][m] - alone[1][m] for m in got}
-    require_each_close(got, want, bound=port.bound(float32=1e-4, bfloat16=5e-1), scale=scale, where=f"{case.prompts}, against the prompts' effect")
+    require_each_close(got, want, bound=port.bound(float32=1e-3, bfloat16=5e-2), scale=scale, where=f"{case.prompts}, against the prompts' effect")
 
 
 @invariant("objective", examples=4, case=cases(batch=(1, 1)))
 def the_prompt_is_heard_in_every_modality(port: Port, case: Case) -> None:
     """Another prompt gives another velocity, in every modality, and so does another last token.
 
-    A prompt without effect, or one whose tail is cut, leaves losses and rewards finite.
+    A prompt without effect, or one whose tail is cut, leaves losses and rewards finite. Unheard, it changes exactly nothing; one more letter
+    changed the trained model by 2e-4.
     """
     latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
     for what, prompt in (("another prompt", "nine geese over a frozen lake"), ("another ending", case.prompts[0] + "x")):
@@ -166,4 +167,4 @@ def the_prompt_is_heard_in_every_modality(port: Port, case: Case) -> None:
         with no_grad():
             first, second = port.predict_velocity(latents, sigmas, conditions), port.predict_velocity(latents, sigmas, others)
         for modality in port.modalities:
-            require_at_least(relative_error(second[modality], first[modality]), port.bound(float32=1e-4, bfloat16=1e-4), where=f"{what}, {modality}")
+            require_at_least(relative_error(second[modality], first[modality]), 3e-6, where=f"{what}, {modality}")

@@ -13,13 +13,15 @@ from loudfail.harness.registry import invariant
 from loudfail.harness.violation import Uncovered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hypothesis.strategies import SearchStrategy
 
 #: Absolute error of a grid. Clean: 0 against the vendor and the engine, 6e-8 against float64.
 GRID = 2e-6
 
 
-def calls_up_to(largest: int):
+def calls_up_to(largest: int) -> Callable[[Port], SearchStrategy[int]]:
     """Strategy of numbers of model calls."""
 
     def build(port: Port) -> SearchStrategy[int]:
@@ -111,7 +113,7 @@ def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int
         for index, step in enumerate(trajectory.steps):
             moved = step.latents[modality] - step.after[modality]
             want = (levels[index] - levels[index + 1]) * step.velocity[modality]
-            bound = port.bound(float32=1e-4, bfloat16=1e-4)
+            bound = 1e-5  # measured 8e-7: the difference of two latents over a short step
             require_close(moved, want, bound=bound, where=f"tp {tp}, {modality}, call {index} of {calls}")
 
 

@@ -71,7 +71,7 @@ def given_rows_are_told_the_level_of_generated_rows(port: Port) -> Iterator[None
 
     def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
         indices = arguments["timestep_indices"].clone()
-        indices[layout.video] = indices[layout.video[-1]]
+        indices[layout.video] = int(indices[layout.video[-1]])
         arguments["timestep_indices"] = indices
 
     with with_inputs(port, change):
@@ -194,7 +194,7 @@ def the_loss_includes_given_rows(port: Port) -> Iterator[None]:
     def mix(original: Any) -> Any:
         def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
             seen: list[torch.Tensor] = []
-            handle = port.actor.register_forward_hook(lambda module, args, output: seen.append(output[0]))  # type: ignore[attr-defined]
+            handle = port.actor.register_forward_hook(lambda module, args, output: seen.append(output[0]))
             try:
                 velocity = original(latents, sigmas, conditions)
             finally:

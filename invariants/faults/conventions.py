@@ -109,7 +109,7 @@ def trainer_and_vendor_share_a_mirrored_time_axis(port: Port) -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda *args, timestep, **kwargs: original(*args, timestep=1 - timestep, **kwargs)
 
-    with inject.replace(port.actor, "forward", make):  # type: ignore[attr-defined]
+    with inject.replace(port.actor, "forward", make):
         yield
 
 
@@ -120,7 +120,7 @@ def trainer_and_vendor_share_a_mirrored_sign(port: Port) -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda *args, **kwargs: tuple(-output for output in original(*args, **kwargs))
 
-    with inject.replace(port.actor, "forward", make):  # type: ignore[attr-defined]
+    with inject.replace(port.actor, "forward", make):
         yield
 
 
@@ -155,7 +155,7 @@ def sigma_is_rounded_to_an_integer_step(port: Port) -> Iterator[None]:
 @fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("h3",))
 def the_time_embedding_rounds_its_input(port: Port) -> Iterator[None]:
     """The upstream time embedding casts its input to bfloat16: labels look right, the model cannot tell neighbours apart."""
-    with inject.replace(port.actor.time_proj, "forward", lambda original: lambda t: original(t.bfloat16().float())):  # type: ignore[attr-defined]
+    with inject.replace(port.actor.time_proj, "forward", lambda original: lambda t: original(t.bfloat16().float())):
         yield
 
 
@@ -203,6 +203,6 @@ def results_come_back_in_another_order(port: Port) -> Iterator[None]:
 @fault("objective", catches=[SAME], source="huggingface/trl#3234, #3500", ports=("h3",))
 def dropout_is_active(port: Port) -> Iterator[None]:
     """Dropout is active in the attention output of one block."""
-    dropout = port.actor.transformer_blocks[0].attn.to_out[1]  # type: ignore[attr-defined]
+    dropout = port.actor.transformer_blocks[0].attn.to_out[1]
     with inject.replace(dropout, "forward", lambda original: lambda x: torch.nn.functional.dropout(x, 0.1, training=True)):
         yield

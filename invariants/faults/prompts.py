@@ -28,7 +28,7 @@ def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
 @fault("prompt", catches=[IDS], source="verl-project/verl-omni commit 786dd36c; sgl-project/sglang PR #26555", ports=("h3",))
 def the_rollout_tokenizes_the_decoded_prompt(port: Port) -> Iterator[None]:
     """Ids are decoded to text and tokenized again inside the engine."""
-    with other_ids(port, lambda ids: port.tokenize(port.tokenizer.decode(ids))):  # type: ignore[attr-defined]
+    with other_ids(port, lambda ids: port.tokenize(port.tokenizer.decode(ids))):
         yield
 
 
@@ -79,7 +79,7 @@ def hidden_layer(port: Port, shift: int) -> AbstractContextManager[Any]:
 
         return embed
 
-    return inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,))  # type: ignore[attr-defined]
+    return inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,))
 
 
 @fault("prompt", "objective", catches=[ALIKE, CARRY], ports=("h3",))
@@ -103,7 +103,7 @@ def the_trainer_reads_the_last_hidden_state(port: Port) -> Iterator[None]:
 
         return embed
 
-    with inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,)):  # type: ignore[attr-defined]
+    with inject.replace(encoders, "get_qwen3vl_prompt_embeds", make, clear=(type(port)._encode,)):
         yield
 
 
