@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ def _import_av() -> Any:
 
 
 def draw_media(media: Media, *, title: str = "", width: int = 1200, frames: int = 8) -> Image.Image:
-    """One sample as a picture: a strip of frames, both channels' waveform, and the spectrogram of their mean, on a common time axis.
+    """One sample as a picture: a strip of frames, both channels' waveform, and the spectrogram of their mean; time runs to the
+    right, in each over its own length.
 
     Args:
         title: shown at the top.
@@ -109,15 +111,16 @@ def draw_media(media: Media, *, title: str = "", width: int = 1200, frames: int 
     count, height, across = video.frames.shape[:3]
     shown = np.unique(np.linspace(0, count - 1, min(frames, count)).round().astype(int))
     cell = width // len(shown)
-    tall = max(1, min(round(cell * height / across), 240))
-    wide = max(1, round(tall * across / height))
+    tall = max(1, min(round((cell - 4) * height / across), 240))
+    wide = max(1, min(cell - 4, round(tall * across / height)))
     wave, spectrum, line, gap = 64, 200, 14, 6
     rows = (gap, line, tall, line, wave, wave, line, spectrum, gap)
     picture = Image.new("RGB", (width, sum(rows) + gap * (len(rows) - 1)), "white")
     draw = ImageDraw.Draw(picture)
     tops = np.cumsum([0, *(r + gap for r in rows)])
+    seen = f"{count} frames {across}x{height} at {video.fps:g} fps = {video.seconds:.2f} s"
     heard = f"{audio.seconds:.2f} s of sound at {audio.sample_rate} Hz"
-    draw.text((gap, tops[1]), f"{title}   {count} frames {across}x{height} at {video.fps:g} fps = {video.seconds:.2f} s, {heard}".strip(), fill="black")
+    draw.text((gap, tops[1]), f"{title}   {seen}, {heard}".strip(), fill="black")
     for i, index in enumerate(shown):
         image = Image.fromarray(video.frames[index]).resize((wide, tall), Image.Resampling.NEAREST if wide >= across else Image.Resampling.BOX)
         picture.paste(image, (i * cell + (cell - wide) // 2, int(tops[2])))
@@ -134,7 +137,7 @@ def draw_media(media: Media, *, title: str = "", width: int = 1200, frames: int 
 
 def _envelope(x: np.ndarray, columns: int) -> list[tuple[float, float]]:
     edges = np.linspace(0, len(x), columns + 1).astype(int)
-    return [(float(part.min()), float(part.max())) for a, b in zip(edges, edges[1:], strict=False) for part in [x[a : max(b, a + 1)]]]
+    return [(float(part.min()), float(part.max())) for a, b in pairwise(edges) for part in [x[a : max(b, a + 1)]]]
 
 
 def _spectrogram(x: np.ndarray, size: int = 512) -> np.ndarray:

@@ -9,6 +9,7 @@ import math
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,15 @@ def videos(frames: int = 60) -> list[Video]:
     return [Video(np.stack([v] * 3, -1).astype(np.uint8) if v.ndim == 3 else v.astype(np.uint8), 24.0) for v in (random, ramp, stripes, moving)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are tiny: threads cost more than they give, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def media() -> list[Media]:
     return [Media(v, a) for v, a in zip(videos(), waveforms(), strict=True)]
@@ -87,7 +97,7 @@ def difference(scorer: Scorer, left: tuple, right: tuple) -> dict[str, torch.Ten
     return {name: (one[name] - two[name]).abs() for name in one}
 
 
-# -- what goes into the models: numbers recorded from torchaudio 2.11.0 and from ImageBind's own `data.py` at 0.1.1 ----------------------------------------
+# -- what goes into the models, as recorded from torchaudio 2.11.0 and ImageBind's own data.py ----------------------------------
 def picks(x: torch.Tensor) -> list[float]:
     flat = x.flatten()
     return [*(float(flat[i]) for i in np.linspace(0, flat.numel() - 1, 6).astype(int)), float(x.double().mean()), float(x.double().std())]
@@ -148,7 +158,7 @@ def test_a_waveform_that_is_not_one_is_refused() -> None:
             audio.mix_down(Bare(wrong))  # type: ignore[arg-type]
 
 
-# -- CLAP -------------------------------------------------------------------------------------------------------------------------------------------------
+# -- CLAP --------------------------------------------------------------------------------------------------------------------------------------------
 def test_clap_hears_audio_and_prompt_and_nothing_else(clap: ClapScorer, media: list[Media]) -> None:
     base = (media, PROMPTS)
     heard = [m.audio for m in media]
@@ -298,7 +308,7 @@ def test_clap_says_when_it_does_not_hear_all_of_a_prompt(clap: ClapScorer, media
         clap.score(media[:2], ["rain", "wind"])
 
 
-# -- ImageBind --------------------------------------------------------------------------------------------------------------------------------------------
+# -- ImageBind ---------------------------------------------------------------------------------------------------------------------------------------
 def test_each_imagebind_score_moves_with_its_own_two_parts(bind: imagebind.ImageBindScorer, media: list[Media]) -> None:
     base = (media, PROMPTS)
     changed = {
@@ -370,7 +380,7 @@ def test_imagebind_that_is_missing_is_unavailable(placeholder: bool, message: st
     assert "imagebind-unofficial==0.1.1" in str(caught.value)
 
 
-# -- the weighted sum -------------------------------------------------------------------------------------------------------------------------------------
+# -- the weighted sum --------------------------------------------------------------------------------------------------------------------------------
 class Loudness(Scorer):
     """A small honest scorer."""
 
@@ -404,7 +414,8 @@ def test_the_total_is_the_weighted_sum_and_keeps_every_part(clap: ClapScorer, me
     assert torch.allclose(scores["total"], 2 * scores["clap"] + 0.5 * scores["loudness"], atol=1e-15)
     assert torch.equal(reward.total(scores), scores["total"])
     assert reward.outputs["total"] == {"audio", "prompt"} and "tiny random" in clap.describe()
-    assert WeightedSum([clap, Loudness()], {"clap": 0.0, "loudness": 1.0}).outputs["total"] == {"audio"}  # what no weight reaches, the total does not hear
+    blind = WeightedSum([clap, Loudness()], {"clap": 0.0, "loudness": 1.0})
+    assert blind.outputs["total"] == {"audio"}  # what no weight reaches, the total does not depend on
     with reward.watch() as arrivals:
         reward.score(media, PROMPTS)
     assert sum(a.at == "ClapModel.audio_model" for a in arrivals) == 1  # one model call a batch
@@ -461,7 +472,7 @@ def test_media_and_prompts_are_paired(clap: ClapScorer, media: list[Media]) -> N
         clap.score([media[0], Silent()], PROMPTS[:2])  # type: ignore[list-item]
 
 
-# -- the synthetic world, and a learned reward ------------------------------------------------------------------------------------------------------------
+# -- the synthetic world, and a learned reward -------------------------------------------------------------------------------------------------------
 def test_the_synthetic_reward_is_the_worlds_own() -> None:
     classes = [0, 3, 5, 1]
     latents = synthetic.sample({"video": (4, 2, 4, 4), "audio": (8, 6)}, classes, seed=1)
@@ -498,7 +509,7 @@ def test_a_learned_reward_prefers_the_prompt_that_names_what_is_heard() -> None:
     assert (alone - scores[0]).abs().max() < SAME
 
 
-# -- a process of its own ---------------------------------------------------------------------------------------------------------------------------------
+# -- a process of its own ----------------------------------------------------------------------------------------------------------------------------
 CHILD = f"""
 import sys, os, time
 sys.path.insert(0, {str(Path(clap_worker.__file__).parent)!r})
@@ -536,7 +547,7 @@ def test_a_worker_answers_and_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("write_message(out, {}); read_message(sys.stdin.buffer); print('no memory left', file=sys.stderr); os._exit(7)", r"status 7 .*(?s:.)*no memory left"),
+        ("write_message(out, {}); read_message(sys.stdin.buffer); print('no memory', file=sys.stderr); os._exit(7)", r"status 7 (?s:.)*no memory"),
         ("write_message(out, {}); read_message(sys.stdin.buffer); time.sleep(60)", "no answer to call 'audio' within 0.5 s"),
         ("write_message(out, {}); read_message(sys.stdin.buffer); out.write(b'\\0\\0\\0\\x09{\"arrays\"'); out.flush(); os._exit(0)", "worker ended"),
         ("write_message(out, {}); read_message(sys.stdin.buffer); write_message(out, {'error': 'ValueError: bad clip'}); time.sleep(60)", "bad clip"),
@@ -556,7 +567,7 @@ def test_a_worker_that_dies_hangs_or_fails_is_an_error(body: str, message: str, 
 def test_a_worker_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ScorerFailed, match="cannot run"):
         Worker([str(tmp_path / "python")], name="child")
-    with pytest.raises(ScorerFailed, match="no answer to start within 0.3 s"):
+    with pytest.raises(ScorerFailed, match=r"no answer to start within 0\.3 s"):
         child(tmp_path, "time.sleep(60)", start_seconds=0.3)
     with pytest.raises(ScorerFailed, match="status 3"):
         child(tmp_path, "sys.exit(3)")
@@ -570,8 +581,9 @@ def test_laion_clap_without_its_environment_is_unavailable(tmp_path: Path) -> No
 def to_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A laion-clap state dict under the names of `ClapModel`."""
     names = [
-        ("text_branch.", "text_model."), ("audio_branch.bn0.", "audio_model.audio_encoder.batch_norm."), ("audio_branch.", "audio_model.audio_encoder."),
-        (".norm1.", ".layernorm_before."), (".norm2.", ".layernorm_after."), (".attn.proj.", ".attention.output.dense."), (".attn.", ".attention.self."),
+        ("text_branch.", "text_model."), ("audio_branch.bn0.", "audio_model.audio_encoder.batch_norm."),
+        ("audio_branch.", "audio_model.audio_encoder."), (".norm1.", ".layernorm_before."), (".norm2.", ".layernorm_after."),
+        (".attn.proj.", ".attention.output.dense."), (".attn.", ".attention.self."),
         (".mlp.fc1.", ".intermediate.dense."), (".mlp.fc2.", ".output.dense."),
         ("_projection.0.", "_projection.linear1."), ("_projection.2.", "_projection.linear2."),
     ]  # fmt: skip
@@ -627,7 +639,7 @@ torch.save({"state_dict": state}, path)
     assert (scores - here.score(media, rotate(PROMPTS))["clap"]).abs().max() > 2e-3  # so the bound can tell prompts apart
 
 
-# -- monitors ---------------------------------------------------------------------------------------------------------------------------------------------
+# -- monitors ----------------------------------------------------------------------------------------------------------------------------------------
 def measured(item: Media) -> dict[str, float]:
     return {name: value.item() for name, value in monitors.measure([item]).items()}
 
@@ -671,15 +683,25 @@ def test_monitors_survive_the_extremes() -> None:
         monitors.measure([])
 
 
-def test_learned_monitors_rate_what_they_hear() -> None:
-    picture = videos(2)[0]
+def learned(kind: str) -> tuple[monitors.Monitor, ...]:
     try:
-        kinds = (*monitors.events(), *monitors.dnsmos())
+        return getattr(monitors, kind)()
     except Unavailable as error:
         pytest.skip(f"unavailable: {error}")
-    music, hiss, silent = (monitors.measure([Media(picture, a)], kinds) for a in (chord(), sound(noise(64000, 0)), sound(np.zeros(64000, np.float32))))
+
+
+def test_music_is_heard_as_music() -> None:
+    picture, kinds = videos(2)[0], learned("events")
+    kinds_of_sound = (chord(), sound(noise(64000, 0)), sound(np.zeros(64000, np.float32)))
+    music, hiss, silent = (monitors.measure([Media(picture, a)], kinds) for a in kinds_of_sound)
     assert music["presence_music"] > 0.5 > hiss["presence_music"] and silent["presence_speech"] < 0.1
-    assert 1 < hiss["speech_quality"] < silent["speech_quality"] < 5
+
+
+def test_noise_is_rated_below_silence_as_speech() -> None:
+    picture, kinds = videos(2)[0], learned("dnsmos")
+    items = [Media(picture, sound(noise(64000, 0))), Media(picture, sound(np.zeros(64000, np.float32)))]
+    hiss, silent = monitors.measure(items, kinds)["speech_quality"]
+    assert 1 < hiss < silent - 0.2 and silent < 5
 
 
 def test_the_alarm_rings_when_the_total_rises_and_something_else_gets_worse() -> None:
@@ -691,7 +713,8 @@ def test_the_alarm_rings_when_the_total_rises_and_something_else_gets_worse() ->
 
     healthy = {"total": series(0.5), "clap": series(0.4), "video_motion": series(0), "audio_silence": series(-0.3), "video_smoothness": series(0.2)}
     assert monitors.find_reward_hacking(healthy) == []
-    hacked = healthy | {"imagebind_audio_video": series(-0.4), "audio_clipping": series(0.5), "video_motion": series(-0.3), "audio_offset": series(-0.5)}
+    hacked = healthy | {"imagebind_audio_video": series(-0.4), "audio_clipping": series(0.5), "video_motion": series(-0.3)}
+    hacked["audio_offset"] = series(-0.5)  # gets better
     alarms = monitors.find_reward_hacking(hacked)
     assert {a.name for a in alarms} == {"imagebind_audio_video", "audio_clipping", "video_motion"}
     assert all(a.total_after > a.total_before for a in alarms) and "while" in str(alarms[0])
@@ -712,7 +735,7 @@ def test_the_alarm_is_quiet_on_noise() -> None:
     assert monitors.trend([1, 1, 2, 2, 1, 1]) == pytest.approx(0, abs=1e-12)  # ties
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------------------------------------
 def test_media_come_back_from_disk_bit_for_bit(media: list[Media], clap: ClapScorer, tmp_path: Path) -> None:
     path = tmp_path / "sample.npz"
     media_files.save_media(media[0], path)

@@ -3,9 +3,9 @@
 The score ``clap`` is the cosine between the prompt's embedding and the audio's, in [-1, 1]. Audio is mixed down to mono, resampled to 48 kHz and cut
 into windows that the model takes whole, whose embeddings are averaged and renormalised; nothing is cropped at random and nothing is fused.
 
-Each guard below stands for a way in which this fails in silence with transformers 5: a directory without tokenizer files gives a five-token tokenizer
-(every prompt the same), a shared ``padding`` argument switches repeat-padding off, clips beyond the window are cropped at random, fusion flags a random
-item of the batch, a missing sample rate is only warned about, and a two-dimensional waveform is taken for a batch of clips.
+Each guard below stands for a way in which this fails in silence with transformers 5: a directory without tokenizer files gives a five-token
+tokenizer (every prompt the same), a shared ``padding`` argument switches repeat-padding off, clips beyond the window are cropped at random, fusion
+flags a random item of the batch, a missing sample rate is only warned about, and a two-dimensional waveform is taken for a batch of clips.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class ClapScorer(Scorer):
     name = "clap"
     outputs = {"clap": frozenset({"audio", "prompt"})}
 
-    def __init__(self, model: Any, tokenizer: Any, extractor: Any, *, weights: Literal["real", "tiny random"], source: str, device: str = "cpu") -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, extractor: Any, *, weights: Literal["real", "tiny random"], source: str, device: str = "cpu"
+    ) -> None:
         config = model.config
         size = len(tokenizer)
         if size != config.text_config.vocab_size:
@@ -181,7 +183,7 @@ class ClapScorer(Scorer):
         """
         whole = [tuple(ids) for ids in self.tokenizer(list(prompts))["input_ids"]]
         if len(set(whole)) != len(set(prompts)):
-            raise ScorerFailed(f"clap: {len(set(prompts))} different prompts became {len(set(whole))} different id sequences; the tokenizer is broken")
+            raise ScorerFailed(f"clap: {len(set(prompts))} different prompts became {len(set(whole))} id sequences; the tokenizer is broken")
         long = sum(len(ids) > TOKENS for ids in whole)
         if long:
             warnings.warn(f"clap hears only the first {TOKENS} tokens of {long} of {len(prompts)} prompts", stacklevel=2)

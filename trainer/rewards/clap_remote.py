@@ -111,7 +111,7 @@ class LaionClapScorer(Scorer):
         clips, owner = hear(media)
         ids = [tuple(one) for one in self.tokenizer(list(prompts))["input_ids"]]
         if len(set(ids)) != len(set(prompts)):
-            raise ScorerFailed(f"{self.name}: {len(set(prompts))} different prompts became {len(set(ids))} different id sequences; the tokenizer is broken")
+            raise ScorerFailed(f"{self.name}: {len(set(prompts))} different prompts became {len(set(ids))} id sequences; the tokenizer is broken")
         tokens = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="np")
         audio = self.worker.call("audio", {str(i): clip for i, clip in enumerate(clips)})[1]["embeds"]
         text = self.worker.call("text", {key: tokens[key].astype("int64") for key in ("input_ids", "attention_mask")})[1]["embeds"]

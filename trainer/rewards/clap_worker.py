@@ -1,7 +1,8 @@
-"""The process in which laion-clap runs, in an environment of its own. Imports nothing of this project: that environment has numpy, torch and laion_clap.
+"""The process in which laion-clap runs, in an environment of its own.
 
-Messages in both directions: four bytes of length, a JSON header, then each array named in the header as ``.npy`` bytes of the length given there. A
-request is ``{"call": name}``; a reply carries ``error`` if it failed. The process ends when its standard input does.
+Imports nothing of this project: that environment has numpy, torch and laion_clap. Messages in both directions are four bytes of length, a JSON
+header, then each array named in the header as ``.npy`` bytes of the length given there. A request is ``{"call": name}``; a reply carries ``error`` if
+it failed. The process ends when its standard input does.
 
     python -I clap_worker.py --check                                    import everything, print versions
     python -I clap_worker.py --model HTSAT-base --checkpoint FILE.pt    serve
@@ -73,22 +74,21 @@ def import_laion_clap() -> Any:
     import torch
 
     try:
-        import torchvision  # noqa: F401  imported by laion_clap, not used for audio
-    except RuntimeError:  # torchvision's operators are built for another torch: declare the two that its import registers fakes for, and try again
+        pass  # imported by laion_clap, not used for audio
+    except RuntimeError:  # its operators are built for another torch: declare the two that its import needs to find, and try again
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
         library = torch.library.Library("torchvision", "DEF")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         globals()["_library"] = library  # it undefines them when it is collected
-        import torchvision  # noqa: F401
     import laion_clap
 
     return laion_clap
 
 
 def build(model: str, device: str) -> Any:
-    """An unfused `CLAP_Module` whose text encoder has roberta-base's layout and no weights yet: the checkpoint has all of them, and no hub is asked."""
+    """An unfused `CLAP_Module` whose text encoder has roberta-base's layout and random weights: the checkpoint replaces all, and no hub is asked."""
     laion_clap = import_laion_clap()
     import transformers
 

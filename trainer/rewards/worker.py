@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from loudfail.trainer.rewards.clap_worker import read_message, write_message
 from loudfail.trainer.rewards.scorer import ScorerFailed
+
+Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class Worker:
@@ -33,7 +36,7 @@ class Worker:
         self.name, self.call_seconds = name, call_seconds
         # the child's environment is its own: this one's packages must not get in front of it
         inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")}
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         try:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=inherited | {"HF_HUB_OFFLINE": "1"}
@@ -49,12 +52,12 @@ class Worker:
         """True while the process runs."""
         return self._process.poll() is None
 
-    def call(self, call: str, arrays: Mapping[str, np.ndarray] | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def call(self, call: str, arrays: Mapping[str, np.ndarray] | None = None) -> Message:
         """Ask for one thing.
 
         Raises:
-            ScorerFailed: the worker is dead, answers with an error, or not in time; after the last it is killed, since a late answer would be taken for
-                that of the next call.
+            ScorerFailed: the worker is dead, answers with an error, or not in time; after the last it is killed, since a late answer would be taken
+                for that of the next call.
         """
         return self._exchange({"call": call}, dict(arrays or {}), self.call_seconds)
 
@@ -63,8 +66,8 @@ class Worker:
         self._finalizer()
         return self._process.returncode
 
-    def _exchange(self, request: dict[str, Any] | None, arrays: dict[str, np.ndarray], seconds: float) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        def exchange() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _exchange(self, request: dict[str, Any] | None, arrays: dict[str, np.ndarray], seconds: float) -> Message:
+        def exchange() -> Message:
             if request is not None:
                 write_message(self._process.stdin, request, arrays)  # type: ignore[arg-type]
             return read_message(self._process.stdout)  # type: ignore[arg-type]
@@ -81,7 +84,8 @@ class Worker:
         except Exception as error:  # a dead process: broken pipe, end of file, or half a message
             self._process.kill()
             status = self.stop()
-            raise ScorerFailed(f"{self.name}: the worker ended with status {status} during {what} ({type(error).__name__}: {error}){self._tail()}") from error
+            cause = f"{type(error).__name__}: {error}"
+            raise ScorerFailed(f"{self.name}: the worker ended with status {status} during {what} ({cause}){self._tail()}") from error
         if "error" in header:
             if request is None:
                 self.stop()
@@ -96,10 +100,8 @@ class Worker:
 
 
 def _end(process: subprocess.Popen, thread: ThreadPoolExecutor) -> None:
-    try:
+    with suppress(OSError, ValueError):  # closed already, or a thread is still writing to a killed process
         process.stdin.close()  # type: ignore[union-attr]
-    except (OSError, ValueError):  # closed already, or a thread is still writing to a killed process
-        pass
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
