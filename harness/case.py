@@ -61,7 +61,8 @@ def smallest(port: Port, **fields: Any) -> Case:
     return Case(**({"extent": {axis: min(sizes) for axis, sizes in port.extents.items()}} | fields))
 
 
-#: Prompts that tokenizers treat differently: unequal lengths, leading space, newline, composed and decomposed accents, emoji with joiner, CJK, right-to-left.
+#: Prompts that tokenizers treat differently: unequal lengths, leading space, newline, composed and decomposed accents, emoji with joiner, CJK,
+#: right-to-left.
 PROMPTS = (
     "a bell rings twice",
     "rain",

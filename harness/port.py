@@ -34,7 +34,17 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "objective": ("shapes", "conditions", "grid", "predict_velocity"),
     "packing": ("pack", "unpack", "observe"),
     "vendor": ("vendor_rollout", "vendor_grid"),
-    "adapter": ("projections", "add_adapter", "adapter_names", "adapter_state", "load_adapter", "using", "select_trainable", "trainable", "base_state"),
+    "adapter": (
+        "projections",
+        "add_adapter",
+        "adapter_names",
+        "adapter_state",
+        "load_adapter",
+        "using",
+        "select_trainable",
+        "trainable",
+        "base_state",
+    ),
     "engine": ("engine",),
     "prompt": ("tokenize", "encode_prompt", "rollout_prompt"),
     "media": ("decode",),
@@ -105,7 +115,7 @@ class RowTable:
         sigma: the noise level that the model is told for each row, in this convention; NaN where it is told none.
         position: rotary or positional coordinates, ``(rows, axes)``, time first.
         values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
-        output: modality → the raw output rows of the model for the same rows, with gradient retained if gradients are on; the port's sign is *not* applied.
+        output: modality → the raw output rows of the model for the same rows, without the port's sign; gradients are retained if they are on.
     """
 
     modality: tuple[str, ...]
@@ -228,7 +238,10 @@ class Port:
         raise NotImplementedError
 
     def grid(self, calls: int) -> dict[str, torch.Tensor]:
-        """The sigma grid that training and rollout walk for ``calls`` model calls: per modality ``(calls + 1,)`` float32, descending from 1, ending in 0."""
+        """The sigma grid that training and rollout walk for ``calls`` model calls.
+
+        Per modality ``(calls + 1,)`` float32, descending from 1, ending in 0.
+        """
         raise NotImplementedError
 
     def predict_velocity(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
@@ -250,7 +263,7 @@ class Port:
 
     # -- vendor ------------------------------------------------------------------------------------------------------------------------------
     def vendor_rollout(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> Trajectory:
-        """The vendor's own sampling loop on the actor, built from upstream parts only. ``velocity`` is derived from the steps, not asked of the model."""
+        """The vendor's own sampling loop on the actor, from upstream parts only; ``velocity`` is derived from the steps, not asked of the model."""
         raise NotImplementedError
 
     def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
@@ -395,7 +408,7 @@ def noised(x0: Latents, noise: Latents, sigmas: Sigmas) -> dict[str, torch.Tenso
 
 
 def random_adapter(port: Port, config: AdapterConfig, seed: int, size: float = 0.05) -> dict[str, torch.Tensor]:
-    """A LoRA state with B ≠ 0 and every row different, for parity checks: normal A and B, B scaled so that each delta is ``size`` of a unit matrix's row norm."""
+    """A LoRA state for parity checks: normal A and B, B ≠ 0, every row different; ``size`` is the strength, whatever the rank and alpha."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -16,7 +16,9 @@ def configs(port: Port) -> Any:
     """Ranks and alphas that are neither the maximum nor equal to each other."""
     from hypothesis import strategies as st
 
-    return st.builds(AdapterConfig, rank=st.sampled_from([4, 6, 16, 64]), alpha=st.sampled_from([1.0, 7.0, 12.0, 128.0]), targets=st.just(port.adapter.targets))
+    return st.builds(
+        AdapterConfig, rank=st.sampled_from([4, 6, 16, 64]), alpha=st.sampled_from([1.0, 7.0, 12.0, 128.0]), targets=st.just(port.adapter.targets)
+    )
 
 
 def seeds(port: Port) -> Any:
@@ -60,7 +62,9 @@ def every_configured_projection_carries_lora_and_nothing_else_does(port: Port) -
         found = sum(name.endswith(f".{target}") for name in want)
         require(found > 0, got=0, want="at least one module", where=f"target {target}")
         chart(f"modules/{target}", found)
-    require(got == want, got=f"missing {sorted(want - got)[:4]}, extra {sorted(got - want)[:4]}", want=f"{len(want)} modules", where="adapter default")
+    require(
+        got == want, got=f"missing {sorted(want - got)[:4]}, extra {sorted(got - want)[:4]}", want=f"{len(want)} modules", where="adapter default"
+    )
 
 
 @invariant("adapter", examples=4, config=configs)
@@ -167,7 +171,12 @@ def adding_an_adapter_leaves_the_training_one_trainable(port: Port) -> None:
     port.add_adapter("old", port.adapter)
     after = {name for name, parameter in port.trainable().items()}
     require(bool(before), got="nothing trains", want="the factors of default", where="before")
-    require(after == before, got=f"{len(after)} tensors, {len(before - after)} lost, {len(after - before)} new", want=f"the same {len(before)}", where="after")
+    require(
+        after == before,
+        got=f"{len(after)} tensors, {len(before - after)} lost, {len(after - before)} new",
+        want=f"the same {len(before)}",
+        where="after",
+    )
 
 
 @invariant("adapter", "objective", examples=2, case=cases(batch=(1, 1)))
@@ -190,7 +199,9 @@ def using_an_adapter_leaves_no_trace(port: Port, case: Case) -> None:
         after = velocity(port, case)
         for modality in after:
             require_equal(after[modality], before[modality], where=f"{modality}, after using({name!r})")
-        require(set(port.trainable()) == trainable, got=f"{len(port.trainable())} tensors train", want=f"{len(trainable)}", where=f"after using({name!r})")
+        require(
+            set(port.trainable()) == trainable, got=f"{len(port.trainable())} tensors train", want=f"{len(trainable)}", where=f"after using({name!r})"
+        )
 
 
 @invariant("adapter", "objective", examples=2, case=cases(batch=(1, 1)), seed=seeds)

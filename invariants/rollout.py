@@ -30,14 +30,17 @@ def the_base_velocity_is_the_actors(port: Port, tp: int, case: Case) -> None:
     engine.remove_adapter()
     with torch.no_grad(), port.using(None):
         want = port.predict_velocity(*inputs(port, case))
-    require_each_close(engine.velocity(*inputs(port, case)), want, bound=port.bound(**BASE), where=f"tp {tp}, given {case.given}, {dict(case.extent)}")
+    require_each_close(
+        engine.velocity(*inputs(port, case)), want, bound=port.bound(**BASE), where=f"tp {tp}, given {case.given}, {dict(case.extent)}"
+    )
 
 
 @invariant("objective", "engine", "adapter", examples=3, case=cases(batch=(1, 2)))
 def the_adapters_effect_is_the_actors(port: Port, tp: int, case: Case) -> None:
     """The change that the adapter makes to the velocity is the same in the rollout as in the actor, measured against that change.
 
-    Relative to the output, a LoRA that is lost in one projection hides in rounding; relative to its own effect it cannot. Oracle: the other framework.
+    Relative to the output, a LoRA that is lost in one projection hides in rounding; relative to its own effect it cannot.
+    Oracle: the other framework.
     """
     engine = port.engine(tp)
     state = random_adapter(port, port.adapter, case.seed)
@@ -52,7 +55,9 @@ def the_adapters_effect_is_the_actors(port: Port, tp: int, case: Case) -> None:
     engine_adapted = engine.velocity(*inputs(port, case))
     effect = {m: adapted[m] - base[m] for m in port.modalities}
     for modality in port.modalities:
-        require_at_least(relative_error(adapted[modality], base[modality]), port.bound(float32=1e-2, bfloat16=5e-2), where=f"tp {tp}, {modality}, effect")
+        require_at_least(
+            relative_error(adapted[modality], base[modality]), port.bound(float32=1e-2, bfloat16=5e-2), where=f"tp {tp}, {modality}, effect"
+        )
     got = {m: engine_adapted[m] - engine_base[m] for m in port.modalities}
     require_each_close(got, effect, bound=port.bound(**EFFECT), where=f"tp {tp}, given {case.given}, {dict(case.extent)}")
 
@@ -61,8 +66,8 @@ def the_adapters_effect_is_the_actors(port: Port, tp: int, case: Case) -> None:
 def velocity_replay_agrees_at_every_step(port: Port, tp: int, case: Case) -> None:
     """The trainer's old policy, asked again at the latents and sigmas that the rollout recorded, returns the velocity that the rollout recorded.
 
-    The best single check: it sees wrong time, wrong sign, missing, partial, swapped or mis-scaled LoRA, the wrong adapter, and prompt drift, and is cheap
-    enough for every hand-over of a real run. Needs B ≠ 0. The training adapter differs from ``old`` here, so that using the wrong one shows.
+    The best single check: it sees wrong time, wrong sign, missing, partial, swapped or mis-scaled LoRA, the wrong adapter, and prompt drift, and is
+    cheap enough for every hand-over of a real run. Needs B ≠ 0. The training adapter differs from ``old`` here, so that using the wrong one shows.
     """
     engine = port.engine(tp)
     old = random_adapter(port, port.adapter, case.seed + 1)
@@ -142,15 +147,20 @@ def all_ranks_return_the_same_velocity(port: Port, tp: int) -> None:
 def a_batch_is_its_samples(port: Port, tp: int, case: Case) -> None:
     """The velocity of a batch with unequal prompts and sigmas equals that of its samples asked one by one.
 
-    Padding, one time label for the whole batch (TS-5) or attention across samples make a batch more than its samples. Oracle: the same engine, one by one.
+    Padding, one time label for the whole batch or attention across samples make a batch more than its samples.
+    Oracle: the same engine, one by one.
     """
     engine = port.engine(tp)
     latents, sigmas, conditions = inputs(port, case)
     together = engine.velocity(latents, sigmas, conditions)
     for index, condition in enumerate(conditions):
-        one = engine.velocity({m: v[index : index + 1] for m, v in latents.items()}, {m: s[index : index + 1] for m, s in sigmas.items()}, [condition])
+        one = engine.velocity(
+            {m: v[index : index + 1] for m, v in latents.items()}, {m: s[index : index + 1] for m, s in sigmas.items()}, [condition]
+        )
         want = {m: v[0] for m, v in one.items()}
-        require_each_close({m: v[index] for m, v in together.items()}, want, bound=port.bound(float32=1e-6, bfloat16=2e-2), where=f"tp {tp}, sample {index}")
+        require_each_close(
+            {m: v[index] for m, v in together.items()}, want, bound=port.bound(float32=1e-6, bfloat16=2e-2), where=f"tp {tp}, sample {index}"
+        )
 
 
 @invariant("objective", "engine")

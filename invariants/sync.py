@@ -50,7 +50,9 @@ def versions(port: Port) -> Any:
     from hypothesis import strategies as st
 
     one = st.tuples(
-        st.builds(AdapterConfig, rank=st.sampled_from([4, 8, 24, 64]), alpha=st.sampled_from([1.0, 7.0, 128.0]), targets=st.just(port.adapter.targets)),
+        st.builds(
+            AdapterConfig, rank=st.sampled_from([4, 8, 24, 64]), alpha=st.sampled_from([1.0, 7.0, 128.0]), targets=st.just(port.adapter.targets)
+        ),
         st.integers(0, 2**31 - 1),
         st.sets(st.sampled_from(port.adapter.targets), max_size=2),
     )
@@ -87,7 +89,9 @@ def every_base_weight_arrives(port: Port, tp: int) -> None:
     want = {name: value.float() @ probe(value.shape[1], 8, 23).T if value.ndim == 2 else value.float() for name, value in state.items()}
     want |= {f"buffer:{name}": value for name, value in port.computed_buffers().items()}
     missing, extra = sorted(set(want) - set(got)), sorted(set(got) - set(want))
-    require(not missing and not extra, got=f"missing {missing[:4]}, unexpected {extra[:4]}", want=f"the actor's {len(want)} parameters", where=f"tp {tp}")
+    require(
+        not missing and not extra, got=f"missing {missing[:4]}, unexpected {extra[:4]}", want=f"the actor's {len(want)} parameters", where=f"tp {tp}"
+    )
     for name, value in want.items():
         bound = 1e-7 if name.startswith("buffer:") else port.bound(float32=2e-6, bfloat16=2e-2)
         require_close(got[name], value, bound=bound, where=f"tp {tp}, {name}")
@@ -97,7 +101,7 @@ def every_base_weight_arrives(port: Port, tp: int) -> None:
 def every_adapter_tensor_is_registered_and_bound(port: Port, tp: int) -> None:
     """The engine binds as many adapter slices as were registered, at least one for each projection, and wraps a layer for each of them.
 
-    An adapter can register and bind to nothing (LM-1, LM-12), or lose the one projection whose name has no counterpart (LM-5). Counts only; whether
+    An adapter can register and bind to nothing, or lose the one projection whose name has no counterpart. Counts only; whether
     they act is the next check.
     """
     engine, projections = port.engine(tp), port.projections()
@@ -187,7 +191,9 @@ def removing_the_adapter_gives_the_base_model_back(port: Port, tp: int) -> None:
     engine.remove_adapter()
     after = engine.velocity(*inputs)
     for modality in before:
-        require_at_least(relative_error(during[modality], before[modality]), port.bound(float32=1e-2, bfloat16=5e-2), where=f"tp {tp}, {modality}, effect")
+        require_at_least(
+            relative_error(during[modality], before[modality]), port.bound(float32=1e-2, bfloat16=5e-2), where=f"tp {tp}, {modality}, effect"
+        )
         require_equal(after[modality], before[modality], where=f"tp {tp}, {modality}, after removal")
     require(engine.adapter_version() is None, got=engine.adapter_version(), want=None, where=f"tp {tp}, version after removal")
 

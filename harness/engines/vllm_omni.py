@@ -53,7 +53,9 @@ class FusedModel(Protocol):
     def packed_modules(self) -> dict[str, list[str]]:
         """Fused layer's leaf name → leaf names of its slices, for the manager's mapping."""
 
-    def velocity(self, model: nn.Module, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+    def velocity(
+        self, model: nn.Module, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> dict[str, torch.Tensor]:
         """One call in Loudfail's convention."""
 
     def rollout(self, model: nn.Module, noise: dict[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
@@ -94,7 +96,9 @@ class VllmOmniRollout:
         require_installed()
         self.model, self.degree, self.dtype, self.device = model, degree, dtype, device
         backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= degree else "gloo"
-        self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)})
+        self.world = World(
+            degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+        )
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -145,7 +149,9 @@ class VllmOmniRollout:
     def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
         return self._reassemble(self.world.call(delta_response, count, seed))
 
-    def velocity(self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+    def velocity(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
+    ) -> dict[str, torch.Tensor]:
         return self.replicated(latents, sigmas, conditions)[0]
 
     def replicated(
@@ -344,7 +350,9 @@ def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfi
     if version in old:  # the manager would keep the old weights and say nothing
         raise ValueError(f"adapter version {version} is already registered; hand new weights over under a new version")
     pipeline.pending[version] = (parts, config)
-    manager.set_active_adapter(LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep))  # an existing path; nothing is read from it
+    manager.set_active_adapter(
+        LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep)
+    )  # an existing path; nothing is read from it
     for adapter in old:
         manager.remove_adapter(adapter)
     pipeline.pending.clear()

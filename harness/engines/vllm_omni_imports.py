@@ -1,4 +1,4 @@
-"""The heavy imports of the rollout, done once in the server that ranks are forked from. Quiet, and harmless where an import fails: ranks report it."""
+"""The heavy imports of the rollout, done once in the server that ranks are forked from. Quiet; where an import fails, the ranks report it."""
 
 import contextlib
 import logging
@@ -11,8 +11,8 @@ logging.disable(logging.WARNING)
 
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401
-    import vllm  # noqa: F401
-    import vllm.distributed  # noqa: F401
+    import vllm
+    import vllm.distributed
     import vllm.lora.lora_model  # noqa: F401
     import vllm_omni.diffusion.lora.manager  # noqa: F401
 

@@ -81,8 +81,8 @@ def denoise(actor: Any, noise: Mapping[str, torch.Tensor], calls: int, condition
     _, frames, height, width = noise["video"].shape
     names = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
     *layout, given_video, given_audio = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-        condition.extra["tags"], frames, height, width, noise["audio"].shape[-1], components.patch_size, components.audio_channels, components.audio_tag,
-        components.video_tag, tuple(condition.given),
+        condition.extra["tags"], frames, height, width, noise["audio"].shape[-1], components.patch_size, components.audio_channels,
+        components.audio_tag, components.video_tag, tuple(condition.given),
     )  # fmt: skip
     state = PipelineState()
     for name, value in zip(names, layout, strict=True):

@@ -47,19 +47,26 @@ def alpha_is_lost(port: Port) -> Iterator[None]:
 @fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"])
 def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
     """Rank-stabilized scaling on one side only: alpha / sqrt(r) instead of alpha / r."""
-    with inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, alpha=config.alpha * config.rank**0.5))):
+    with inject.replace(
+        port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, alpha=config.alpha * config.rank**0.5))
+    ):
         yield
 
 
 @fault("adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="verl-omni #658")
 def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
     """The last configured target is left out when the adapter is built."""
-    with mended(port), inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, targets=config.targets[:-1]))):
+    with (
+        mended(port),
+        inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, targets=config.targets[:-1]))),
+    ):
         port.add_adapter("default", port.adapter)
         yield
 
 
-@fault("adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="bghira/SimpleTuner #2629", ports=["h3"])
+@fault(
+    "adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="bghira/SimpleTuner #2629", ports=["h3"]
+)
 def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:
     """A target suffix also matches a module outside the blocks, whose adapter no rollout knows."""
     extra = lambda original: lambda name, config: original(name, with_fields(config, targets=(*config.targets, "context_embedder")))  # noqa: E731
@@ -90,7 +97,9 @@ def a_new_adapter_starts_warm(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"], source="vllm #39278")
+@fault(
+    "adapter", "objective", catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"], source="vllm #39278"
+)
 def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
     """PEFT's linear layer returns its base layer's output: the adapter is registered and applied to nothing."""
     from peft.tuners.lora.layer import Linear
@@ -113,7 +122,12 @@ def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="huggingface/trl #3926, diffusers #11832")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
+    source="huggingface/trl #3926, diffusers #11832",
+)
 def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     """Selecting the adapter leaves one base weight trainable."""
 
@@ -130,7 +144,12 @@ def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     next(p for n, p in port.actor.named_parameters() if "lora_" not in n).requires_grad_(False)  # type: ignore[attr-defined]
 
 
-@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="Flow-Factory commit 8bc04d0 (#123)")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
+    source="Flow-Factory commit 8bc04d0 (#123)",
+)
 def the_policy_is_called_without_a_graph(port: Port) -> Iterator[None]:
     """The policy's forward pass runs in a no-grad block."""
     import torch
@@ -227,7 +246,12 @@ def loading_swaps_key_and_value(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::adapter_strength_grows_with_b", "adapters::a_loaded_state_comes_back_bit_for_bit"], source="vllm #42125")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::adapter_strength_grows_with_b", "adapters::a_loaded_state_comes_back_bit_for_bit"],
+    source="vllm #42125",
+)
 def a_second_load_is_ignored(port: Port) -> Iterator[None]:
     """Loading into an adapter that was loaded before does nothing."""
     loaded: set[str] = set()
@@ -254,11 +278,10 @@ def dropout_is_active(port: Port) -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"lora_dropout": 0.5}))
 
-    with mended(port):
-        with inject.replace(peft.LoraConfig, "__init__", make):
-            port.add_adapter("default", port.adapter)
-            actor.train()
-            try:
-                yield
-            finally:
-                actor.eval()
+    with mended(port), inject.replace(peft.LoraConfig, "__init__", make):
+        port.add_adapter("default", port.adapter)
+        actor.train()
+        try:
+            yield
+        finally:
+            actor.eval()

@@ -197,7 +197,9 @@ def _recorded(change: Any) -> Any:
     """Patch what the driver gets back from a rollout (the driver side of the engine)."""
     from loudfail.harness.engines.vllm_omni import VllmOmniRollout
 
-    return inject.replace(VllmOmniRollout, "rollout", lambda original: lambda self, noise, calls, conditions: change(original, self, noise, calls, conditions))
+    return inject.replace(
+        VllmOmniRollout, "rollout", lambda original: lambda self, noise, calls, conditions: change(original, self, noise, calls, conditions)
+    )
 
 
 @fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], source="verl-omni issue #280")

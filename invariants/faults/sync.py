@@ -48,7 +48,9 @@ def packed_lora_is_not_set() -> Any:
     )
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm-omni 0.28.0", degrees=(2, 4), ports=["h3"])
+@fault(
+    "adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm-omni 0.28.0", degrees=(2, 4), ports=["h3"]
+)
 def fc1_lora_is_skipped_when_sharded(port: Port) -> Iterator[None]:
     """At tensor parallel ≥ 2 the fused fc1 layer ignores its adapter; at 1 everything is right."""
     with inject.in_ranks(port, packed_lora_is_not_set):
@@ -407,7 +409,10 @@ def key_and_value_lora_are_swapped(port: Port) -> Iterator[None]:
 
 def blocks_shifted() -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
-        return {m.replace("transformer.blocks.0.", "transformer.blocks.X.").replace("blocks.1.", "blocks.0.").replace("blocks.X.", "blocks.1."): p for m, p in parts.items()}
+        return {
+            m.replace("transformer.blocks.0.", "transformer.blocks.X.").replace("blocks.1.", "blocks.0.").replace("blocks.X.", "blocks.1."): p
+            for m, p in parts.items()
+        }
 
     return _hand_over(change)
 
