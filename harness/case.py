@@ -89,7 +89,7 @@ def cases(*, batch: tuple[int, int] = (1, 3), given: bool = True, text: bool = F
     def build(port: Port) -> SearchStrategy[Case]:
         from hypothesis import strategies as st
 
-        prompt = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=24) if text else st.sampled_from(PROMPTS)
+        prompt = st.text(st.characters(codec="utf-8"), min_size=1, max_size=24) if text else st.sampled_from(PROMPTS)
         return st.builds(
             Case,
             seed=st.integers(0, 2**31 - 1),

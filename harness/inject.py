@@ -105,7 +105,7 @@ def in_ranks(port: Port, enter: Callable[..., AbstractContextManager[Any]], argu
     """
     fired = _current.get() or Fired()
     patched: dict[int, Any] = {}
-    original = port.engine
+    original: Callable[[int], Any] = port.engine
 
     def restore(engine: Any) -> None:
         engine.remove_adapter()
@@ -125,7 +125,7 @@ def in_ranks(port: Port, enter: Callable[..., AbstractContextManager[Any]], argu
     try:
         yield
     finally:
-        del port.engine  # type: ignore[attr-defined]
+        del port.engine
         for opened in patched.values():
             if opened.world.alive:
                 fired.count += opened.unpatch()

@@ -221,6 +221,8 @@ class Port:
     extents: Mapping[str, Sequence[int]] = {}
     givens: tuple[tuple[str, ...], ...] = ((),)
     adapter: AdapterConfig = AdapterConfig()
+    #: The real module that trains. Checks do not touch it; faults in upstream classes may.
+    actor: Any
     given_sigma: float = 0.0
     shift: Mapping[str, float] = {}
     time_axis: Mapping[str, int] = {}

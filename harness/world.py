@@ -192,10 +192,11 @@ class World:
                     self._fail(failed[0], "raised", name, results[failed[0]][1])
                 hung = min(waiting.values())
                 self._fail(hung, "hung", name, f"no answer within {self.timeout:g} s\n{self._stack(hung)}")
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+            for pipe, rank in waiting.items():
+                if pipe not in ready:
+                    continue
                 try:
-                    results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    results[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     self._fail(rank, "died", name, self._exit(rank))
         failed = sorted(rank for rank, (ok, _) in results.items() if not ok)

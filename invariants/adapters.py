@@ -153,7 +153,8 @@ def every_trainable_factor_gets_a_gradient_and_nothing_else_does(port: Port, cas
         require(value.requires_grad, got="the velocity carries no gradient", want="a graph back to the adapter", where=modality)
     weights = case.normal("weights", {m: tuple(v.shape[1:]) for m, v in out.items()})
     parameters = port.trainable()
-    gradients = torch.autograd.grad(sum((out[m] * weights[m].to(out[m])).sum() for m in out), list(parameters.values()), allow_unused=True)
+    loss = torch.stack([(out[m] * weights[m].to(out[m])).sum() for m in out]).sum()
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     require(len(parameters) == 2 * len(port.projections()), got=len(parameters), want=2 * len(port.projections()), where="trainable tensors")
     for (name, _), gradient in zip(parameters.items(), gradients, strict=True):
         require("lora_" in name and ".old." not in name, got=name, want="a factor of the training adapter", where="trainable tensors")

@@ -207,10 +207,10 @@ class VllmOmniRollout:
                 else:
                     full[key] = whole
         for key, pieces in parts.items():
-            name, _, of = key.partition("#")
-            if sorted(pieces) != list(range(int(of))):
-                raise RuntimeError(f"{name}: parts {sorted(pieces)} of {of} came back")
-            full[name] = torch.cat([pieces[i] for i in range(int(of))], dim=0)
+            name, _, count = key.partition("#")
+            if sorted(pieces) != list(range(int(count))):
+                raise RuntimeError(f"{name}: parts {sorted(pieces)} of {count} came back")
+            full[name] = torch.cat([pieces[i] for i in range(int(count))], dim=0)
         return full
 
 

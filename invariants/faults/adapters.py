@@ -134,14 +134,14 @@ def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     def make(original: Any) -> Any:
         def select_trainable(name: str) -> None:
             original(name)
-            first = next(p for n, p in port.actor.named_parameters() if "lora_" not in n)  # type: ignore[attr-defined]
+            first = next(p for n, p in port.actor.named_parameters() if "lora_" not in n)
             first.requires_grad_(True)
 
         return select_trainable
 
     with mended(port), inject.replace(port, "select_trainable", make):
         yield
-    next(p for n, p in port.actor.named_parameters() if "lora_" not in n).requires_grad_(False)  # type: ignore[attr-defined]
+    next(p for n, p in port.actor.named_parameters() if "lora_" not in n).requires_grad_(False)
 
 
 @fault(
@@ -196,7 +196,7 @@ def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
 
     with mended(port), inject.replace(port, "using", make):
         yield
-    port.actor.enable_adapters()  # type: ignore[attr-defined]
+    port.actor.enable_adapters()
 
 
 @fault(
@@ -273,7 +273,7 @@ def dropout_is_active(port: Port) -> Iterator[None]:
     """LoRA dropout is on and the model is in training mode, so that two calls differ."""
     import peft
 
-    actor = port.actor  # type: ignore[attr-defined]
+    actor = port.actor
 
     def make(original: Any) -> Any:
         return lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"lora_dropout": 0.5}))
