@@ -184,7 +184,7 @@ def _matrix(report: Record, results: list[Record]) -> dict[str, Any] | None:
     order = {link: place for place, link in enumerate(CHAIN)}
     named = dict.fromkeys(str(result["id"]) for kill in kills for result in kill["results"] if str(result["id"]) != str(kill["fault"]))
     columns = sorted(named, key=lambda name: order.get(name.partition("::")[0], len(order)))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kill in kills:
         cells = {}
         for name, group in groupby(sorted(kill["results"], key=lambda one: str(one["id"])), key=lambda one: str(one["id"])):

@@ -418,7 +418,9 @@ class H3(Port):
 
     def present(self, ids: Sequence[int], images: Mapping[str, Any] | None = None) -> Presentation:
         """The prompt, with keyframes (uint8 ``(H, W, 3)`` by name, in packed order) before it, through the trainer's encoder."""
-        pictures = tuple((image.tobytes(), image.shape) for image in (images or {}).values() if check_keyframe(image) is None)
+        for image in (images or {}).values():
+            check_keyframe(image)
+        pictures = tuple((image.tobytes(), image.shape) for image in (images or {}).values())
         return self._encode(tuple(ids), pictures)
 
     def present_in_rollout(self, ids: Sequence[int], images: Mapping[str, Any] | None = None) -> Presentation:
