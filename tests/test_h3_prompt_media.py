@@ -25,9 +25,12 @@ DRAWN = settings(max_examples=12, deadline=None, derandomize=True, database=None
 
 @pytest.fixture(scope="session")
 def port() -> Iterator[H3]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # layers this narrow gain nothing from more, and waiting threads take the processor from the ranks
     port = H3()
     yield port
     port.close()
+    torch.set_num_threads(threads)
 
 
 def picture(seed: int, height: int = 64, width: int = 64) -> np.ndarray[Any, Any]:
