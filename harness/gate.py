@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import time
@@ -56,6 +57,11 @@ class Gate:
 
     def construct(self) -> None:
         """Make the port. What its constructor raises is the problem of every check that needs it."""
+        if self.options.scale == "tiny" and "OMP_NUM_THREADS" not in os.environ:
+            # Threads cost a tiny model more than they give: beside the ranks, on a busy machine, two are many times slower than one.
+            import torch
+
+            torch.set_num_threads(1)
         try:
             self.port = self.options.construct(self.cls)
         except Exception as error:
