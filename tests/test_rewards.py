@@ -621,7 +621,8 @@ state["text_branch.embeddings.position_ids"] = torch.arange(514)[None]  # releas
 torch.save({"state_dict": state}, path)
 """
     checkpoint = tmp_path / "random.pt"
-    subprocess.run([python, "-I", "-c", make, clap_worker.__file__, checkpoint], check=True, capture_output=True, timeout=300)
+    made = subprocess.run([python, "-I", "-c", make, clap_worker.__file__, checkpoint], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
     model = ClapModel(ClapConfig())
     loaded = model.load_state_dict(to_transformers(torch.load(checkpoint, weights_only=True)["state_dict"]), strict=False)
     assert loaded.missing_keys == ["text_model.embeddings.token_type_ids"]  # a constant buffer

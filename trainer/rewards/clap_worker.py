@@ -11,6 +11,7 @@ it failed. The process ends when its standard input does.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -74,7 +75,7 @@ def import_laion_clap() -> Any:
     import torch
 
     try:
-        pass  # imported by laion_clap, not used for audio
+        importlib.import_module("torchvision")  # imported by laion_clap, not used for audio
     except RuntimeError:  # its operators are built for another torch: declare the two that its import needs to find, and try again
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
