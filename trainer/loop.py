@@ -1,0 +1,311 @@
+"""The training loop: rollout → score → advantages → update → refresh old → hand over, with monitors in between. Read it top to bottom.
+
+What is left out on purpose: sharding of the base weights, gradient checkpointing, classifier-free guidance, and pipelining of rollout and training.
+
+Everything random is drawn from the seed, the step and the sample's own number, so neither micro-batches nor a restart change it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loudfail.harness.case import Case
+from loudfail.harness.port import Conditions, Port, Rollout, Trajectory, noised
+from loudfail.trainer import adapters, monitor, nft
+from loudfail.trainer.config import Config
+from loudfail.trainer.parallel import Ranks
+from loudfail.trainer.sampler import chunks
+
+Latents = dict[str, torch.Tensor]
+Scores = dict[str, torch.Tensor]
+
+
+@dataclass
+class Run:
+    """All that a run consists of.
+
+    Attributes:
+        config: the recipe.
+        port: the model, with the adapters of `adapters.prepare`.
+        rollout: the engine that samples; holds the old policy under ``version``.
+        score: latents and prompts → sub-scores and ``total``, as the loop rewards.
+        score_again: the same from a scorer of its own, for monitors and validation: the *true* reward.
+        prompts: the dataset.
+        optimizer: over the port's trainable parameters.
+        watch: judges the monitors.
+        ranks: this process among those of the run.
+        step: steps that are finished.
+        version: version of the adapter that the rollout was handed last.
+        timing: seconds by part of a step, summed.
+    """
+
+    config: Config
+    port: Port
+    rollout: Rollout
+    score: monitor.Score
+    score_again: monitor.Score
+    prompts: Sequence[str]
+    optimizer: torch.optim.Optimizer
+    watch: monitor.Watch
+    ranks: Ranks = field(default_factory=Ranks)
+    step: int = 0
+    version: int = 0
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Batch:
+    """The samples of one step: ``samples`` of each drawn prompt. ``groups`` number the draws, so a prompt drawn twice makes two groups."""
+
+    prompts: list[str]
+    groups: list[int]
+    conditions: list[Conditions]
+    noise: Latents
+
+
+@dataclass
+class Update:
+    """What an update did: mean loss parts, gradient norms, the noise levels used, and what its first model call really got."""
+
+    parts: dict[str, float]
+    gradient_norm: float
+    prediction_gradients: dict[str, float]
+    first_call: monitor.Call
+    first_x0: Latents
+
+
+def train_step(run: Run) -> dict[str, Any]:
+    """One step; the record of it.
+
+    Raises:
+        MonitorFired: a monitor saw a fault and the policy is to stop; nothing of the step is kept.
+    """
+    step, port, algorithm = run.step, run.port, run.config.algorithm
+    start = time.monotonic()
+    seen: dict[str, float] = {}
+    thorough = step % run.config.monitors.every == 0
+
+    batch = draw(run, step)
+    with timed(run, "rollout"):
+        trajectory = run.rollout.rollout(batch.noise, run.config.rollout.calls, batch.conditions)
+        x0 = {m: x.to(port.device) for m, x in trajectory.final.items()}
+    with timed(run, "score"):
+        scores = run.score(x0, batch.prompts)
+    with timed(run, "monitors"):
+        seen |= run.watch.judge(*after_rollout(run, batch, trajectory, x0, scores, thorough))
+
+    advantages = nft.group_advantages(scores["total"], batch.groups, algorithm.spread)
+    probability = nft.optimality(advantages, algorithm.clip)
+    with timed(run, "monitors"):
+        totals = run.score_again(x0, batch.prompts)["total"] if thorough else scores["total"]
+        seen |= run.watch.judge(monitor.group_means(advantages, batch.groups), monitor.advantages_follow_rewards(probability, totals, batch.groups))
+
+    with timed(run, "update"):
+        update = improve(run, batch, trajectory, x0, probability)
+    with timed(run, "monitors"):
+        seen |= run.watch.judge(
+            monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
+            *monitor.training_noise(update.first_call, update.first_x0, run.rollout.grid(run.config.rollout.calls)),
+        )
+
+    before = port.adapter_state(adapters.OLD)
+    decay = refresh_old(run, step)
+    hand_over(run)
+    with timed(run, "monitors"):
+        seen |= run.watch.judge(*after_hand_over(run, before, decay))
+
+    run.step = step + 1
+    means = {f"score/{name}": float(value.mean()) for name, value in scores.items()}
+    means |= {"true_reward": float(totals.mean()), "advantage_spread": float(advantages.abs().mean()), "gradient_norm": update.gradient_norm}
+    means |= update.parts | {f"prediction_gradient/{m}": value for m, value in update.prediction_gradients.items()}
+    means = run.ranks.mean(means, port.device)
+    return {
+        "step": step,
+        "logged_reward": means["score/total"],
+        **means,
+        "version": run.version,
+        "seconds": time.monotonic() - start,
+        "monitors": seen,
+    }
+
+
+def draw(run: Run, step: int) -> Batch:
+    """This process's samples of a step: prompts in order, round and round; noise from seed, step and group."""
+    config, count = run.config, run.config.algorithm.prompts
+    shapes = run.port.shapes(Case(extent=extent_of(run)))
+    batch = Batch([], [], [], {m: torch.empty(0, *shape) for m, shape in shapes.items()})
+    for place in run.ranks.share(count):
+        group = step * count + place
+        index = group % len(run.prompts)
+        batch.prompts += [run.prompts[index]] * config.algorithm.samples
+        batch.groups += [group] * config.algorithm.samples
+        batch.conditions += [condition_of(run, index)] * config.algorithm.samples
+        fresh = noise_of(run, f"rollout/{group}", config.algorithm.samples)
+        batch.noise = {m: torch.cat([batch.noise[m], fresh[m]]) for m in shapes}
+    return batch
+
+
+def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probability: torch.Tensor) -> Update:
+    """Train ``default`` on the samples: each at some noise levels of the grid that the rollout walked, one optimizer step an epoch."""
+    config, port, algorithm = run.config, run.port, run.config.algorithm
+    weights = modality_weights(run)
+    settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
+    pairs = [{m: float(sigma[0]) for m, sigma in step.sigmas.items()} for step in trajectory.steps]  # one noise level a modality, as really walked
+    parameters = list(port.trainable().values())
+    pieces = chunks(batch.conditions, config.micro_batch)
+    sums: dict[str, float] = {}
+    squares = dict.fromkeys(weights, 0.0)
+    first: monitor.Call | None = None
+    norm = 0.0
+    for epoch in range(algorithm.epochs):
+        on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
+        run.optimizer.zero_grad()
+        levels = draw_levels(run, epoch, len(pieces) * algorithm.sigmas, len(pairs))
+        for draw_number, level in enumerate(levels):
+            rows = pieces[draw_number % len(pieces)]
+            index = torch.tensor(rows, device=port.device)
+            conditions = [batch.conditions[row] for row in rows]
+            clean = {m: x[index] for m, x in x0.items()}
+            fresh = noise_of(run, f"train/{run.step}/{epoch}/{draw_number}/{run.ranks.rank}", len(rows))
+            noise = {m: x.to(port.device) for m, x in fresh.items()}
+            sigmas = {m: torch.full((len(rows),), pairs[level][m], device=port.device) for m in clean}
+            latents = noised(clean, noise, sigmas)
+            target = {m: noise[m] - clean[m] for m in clean}
+
+            with monitor.first_training_call(port) as calls:
+                velocity = port.predict_velocity(latents, sigmas, conditions)
+            if first is None:
+                first, first_x0 = calls[0], clean
+            with torch.no_grad():
+                if on_policy:  # θ = old, bit for bit: the same call would give the same velocity
+                    old = {m: v.detach() for m, v in velocity.items()}
+                else:
+                    with port.using(adapters.OLD):
+                        old = port.predict_velocity(latents, sigmas, conditions)
+                reference = None
+                if settings.reference > 0:
+                    with port.using(None):
+                        reference = port.predict_velocity(latents, sigmas, conditions)
+            for v in velocity.values():
+                v.retain_grad()
+            losses, parts = nft.objective(velocity, old, target, sigmas, probability[index.cpu()].to(port.device), settings, reference)
+            (losses.sum() / (len(batch.groups) * algorithm.sigmas)).backward()
+
+            for m, v in velocity.items():
+                squares[m] += 0.0 if v.grad is None else float(v.grad.double().square().sum())
+            share = len(rows) / (len(batch.groups) * algorithm.sigmas * algorithm.epochs)
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + share * value
+            sums["loss"] = sums.get("loss", 0.0) + share * float(losses.detach().mean())
+        run.ranks.average_gradients(parameters)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise FloatingPointError(f"step {run.step}: the gradient is not finite; no optimizer step was taken")
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert first is not None  # there is at least one piece and one sigma
+    return Update(sums, norm, {m: value**0.5 for m, value in squares.items()}, first, first_x0)
+
+
+def refresh_old(run: Run, step: int) -> float | None:
+    """Move the old policy by its schedule; the decay used, None when no refresh is due."""
+    algorithm, port = run.config.algorithm, run.port
+    if (step + 1) % algorithm.old_every:
+        return None
+    decay = nft.old_decay(algorithm.old, step)
+    port.load_adapter(adapters.OLD, nft.refreshed(port.adapter_state(adapters.OLD), port.adapter_state(adapters.TRAINED), decay))
+    return decay
+
+
+def hand_over(run: Run) -> None:
+    """Give the old policy to the rollout under a new version."""
+    with timed(run, "hand over"):
+        run.version += 1
+        report = run.rollout.set_adapter(run.port.adapter_state(adapters.OLD), run.port.adapter, run.version)
+        wanted = len(run.port.projections())
+        if not report.registered == report.bound == wanted:
+            raise RuntimeError(f"the rollout registered {report.registered} and bound {report.bound} of {wanted} projections of the adapter")
+
+
+def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, scores: Scores, thorough: bool) -> Iterator[monitor.Reading]:
+    """What is known once samples and scores are there. Replayed are one sample a prompt at one model call, others at every step."""
+    samples, calls = run.config.algorithm.samples, len(trajectory.steps)
+    rows = [start + run.step % samples for start in range(0, len(batch.groups), samples)]
+    yield monitor.walked_grid(run.port, trajectory)
+    yield monitor.group_spread(x0, batch.groups)
+    if thorough:
+        yield monitor.velocity_replay(run.port, adapters.OLD, trajectory.steps[run.step % calls], batch.conditions, rows)
+        yield monitor.prompt_ids(run.port, batch.prompts, batch.conditions, rows, through_rollout=run.config.rollout.engine == "vllm_omni")
+        # Media go through decoders whose last bits depend on the batch; latents do not.
+        yield monitor.reward_recomputed(run.score_again, x0, batch.prompts, scores, 1e-6 if run.config.reward.on == "latents" else 1e-3)
+        yield from monitor.hears_every_modality(run.score, x0, batch.prompts, batch.groups, scores["total"])
+
+
+def after_hand_over(run: Run, before: Mapping[str, torch.Tensor], decay: float | None) -> Iterator[monitor.Reading]:
+    """What is known once the rollout has the new adapter."""
+    port = run.port
+    old = port.adapter_state(adapters.OLD)
+    yield monitor.old_policy_law(before, port.adapter_state(adapters.TRAINED), old, decay)
+    yield from monitor.adapter_arrived(run.rollout, old, port.adapter, run.version, port.projections(), bfloat16=port.dtype == "bfloat16")
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Mean of every true sub-score of samples of *fixed prompts from fixed noise*, through the rollout with the policy that it holds."""
+    config = run.config.validation
+    count = min(len(run.prompts), 64)
+    prompts = [run.prompts[index] for index in range(count) for _ in range(config.samples)]
+    conditions = [condition for index in range(count) for condition in [condition_of(run, index)] * config.samples]
+    noises = [noise_of(run, f"validation/{index}", config.samples) for index in range(count)]
+    noise = {m: torch.cat([one[m] for one in noises]) for m in noises[0]}
+    final = run.rollout.rollout(noise, config.calls, conditions).final
+    return {name: float(value.mean()) for name, value in run.score_again(final, prompts).items()}
+
+
+def draw_levels(run: Run, epoch: int, count: int, calls: int) -> list[int]:
+    """``count`` model calls out of ``calls``, one a stratum, in random order: the noise level decides the loss more than r."""
+    generator = Case(seed=run.config.seed).generator(f"levels/{run.step}/{epoch}/{run.ranks.rank}")
+    strata = torch.randperm(count, generator=generator)
+    places = (strata + torch.rand(count, generator=generator, dtype=torch.float64)) / count
+    return (places * calls).long().clamp_max(calls - 1).tolist()
+
+
+def noise_of(run: Run, purpose: str, count: int) -> Latents:
+    """Standard normal latents ``(count, *shape)`` of each modality, a function of the run's seed and the purpose."""
+    case = Case(seed=run.config.seed)
+    shapes = run.port.shapes(Case(extent=extent_of(run)))
+    return {m: torch.randn(count, *shape, generator=case.generator(f"{purpose}/{m}")) for m, shape in shapes.items()}
+
+
+def condition_of(run: Run, index: int) -> Conditions:
+    """Conditions of one prompt of the dataset; the same at every step."""
+    data = run.config.data
+    return run.port.conditions(Case(seed=run.config.seed + index, extent=extent_of(run), prompts=(run.prompts[index],), given=data.given))[0]
+
+
+def extent_of(run: Run) -> dict[str, int]:
+    """The extent of every sample: the recipe's, completed by the port's first."""
+    return {axis: sizes[0] for axis, sizes in run.port.extents.items()} | dict(run.config.data.extent)
+
+
+def modality_weights(run: Run) -> dict[str, float]:
+    return {m: run.config.algorithm.modalities.get(m, 1.0) for m in run.port.modalities}
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two adapters are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def timed(run: Run, part: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        run.timing[part] = run.timing.get(part, 0.0) + time.monotonic() - start
