@@ -47,7 +47,9 @@ class Case:
         """Standard normal latents, ``(batch, *shape)`` float32 for each modality, drawn modality by modality."""
         import torch
 
-        return {m: torch.randn(self.batch, *shape, generator=self.generator(f"{purpose}/{m}")) for m, shape in shapes.items()}
+        # In float64 and rounded: float32 normals differ in their last bit between instruction sets.
+        generators = {m: self.generator(f"{purpose}/{m}") for m in shapes}
+        return {m: torch.randn(self.batch, *shape, generator=generators[m], dtype=torch.float64).float() for m, shape in shapes.items()}
 
     def sigmas(self, purpose: str, modalities: tuple[str, ...], low: float = 0.02, high: float = 0.98) -> dict[str, torch.Tensor]:
         """One sigma per sample *and* modality, ``(batch,)`` float32, all different from each other (never only 0.5)."""

@@ -409,15 +409,16 @@ def noised(x0: Latents, noise: Latents, sigmas: Sigmas) -> dict[str, torch.Tenso
     return result
 
 
-def random_adapter(port: Port, config: AdapterConfig, seed: int, size: float = 0.05) -> dict[str, torch.Tensor]:
+def random_adapter(port: Port, config: AdapterConfig, seed: int, size: float = 0.15) -> dict[str, torch.Tensor]:
     """A LoRA state for parity checks: normal A and B, B ≠ 0, every row different; ``size`` is the strength, whatever the rank and alpha."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, (out_features, in_features) in port.projections().items():
-        state[f"{name}.lora_A.weight"] = torch.randn(config.rank, in_features, generator=generator) / in_features**0.5
-        state[f"{name}.lora_B.weight"] = torch.randn(out_features, config.rank, generator=generator) * size * (config.rank**0.5 / config.alpha) * 8
+        state[f"{name}.lora_A.weight"] = (torch.randn(config.rank, in_features, generator=generator, dtype=torch.float64) / in_features**0.5).float()
+        b = torch.randn(out_features, config.rank, generator=generator, dtype=torch.float64)
+        state[f"{name}.lora_B.weight"] = (b * size * (config.rank**0.5 / config.alpha) * 8).float()
     return state
 
 
