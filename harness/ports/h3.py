@@ -36,7 +36,8 @@ SHIFT = {"video": 12.0, "audio": 3.0}
 GIVEN_TIME = 0.999
 VIDEO_CHANNELS, AUDIO_CHANNELS, STEREO, PATCH = 24, 32, 2, (1, 2, 2)
 
-#: Architecture of each scale. ``tiny`` keeps what is structural in the released model: inner width ≠ hidden, partial rotary, two AdaLN widths, row widths.
+#: Architecture of each scale. ``tiny`` keeps what is structural in the released model: inner width ≠ hidden, partial rotary, two AdaLN widths,
+#: row widths.
 #: Its hidden width is above the 96 of a video row: below, no model of this shape could tell all the noise of a row.
 SCALES: dict[str, dict[str, Any]] = {
     "tiny": dict(
@@ -159,7 +160,7 @@ class H3(Port):
         return [{name: self.encode_keyframe(image) for name, image in images.items()} for images in self.keyframes(case)]
 
     def keyframes(self, case: Case) -> list[dict[str, Any]]:
-        """The keyframes of each sample by name, uint8 ``(16·h, 16·w, 3)`` noise: one of four pictures a name and size, so that encodings are cached."""
+        """The keyframes of each sample by name, uint8 ``(16·h, 16·w, 3)`` noise: one of four a name and size, so that encodings are cached."""
         size = (case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL, 3)
         return [{name: _picture(name, (case.seed + index) % 4, size) for name in case.given} for index in range(case.batch)]
 
@@ -208,7 +209,11 @@ class H3(Port):
         return list(groups.values())
 
     def _inputs(
-        self, latents: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions],
+        self,
+        latents: Mapping[str, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+        sigmas: Mapping[str, torch.Tensor],
+        conditions: Sequence[Conditions],
         members: list[int],
     ) -> tuple[dict[str, torch.Tensor], Layout]:  # fmt: skip
         """Arguments of the transformer for one group."""
@@ -218,7 +223,15 @@ class H3(Port):
         layout = build_layout(tuple(first.extra["tags"].tolist()), tuple(latents["video"].shape[2:]), latents["audio"].shape[-1], tuple(first.given))
         times = {modality: float(1.0 - sigmas[modality][members[0]]) for modality in self.modalities}
         timestep, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
-            layout.video, layout.audio, layout.given_rows, 0, layout.text.numel(), times["video"], times["audio"], max(times["video"], GIVEN_TIME), 1.0
+            layout.video,
+            layout.audio,
+            layout.given_rows,
+            0,
+            layout.text.numel(),
+            times["video"],
+            times["audio"],
+            max(times["video"], GIVEN_TIME),
+            1.0,
         )
         given = torch.stack([conditions[i].extra["given_rows"] for i in members])
         inputs = dict(
@@ -480,7 +493,9 @@ class H3(Port):
         from loudfail.harness import synthetic
 
         if self.scale != "tiny" or self.weights is not None or not CHECKPOINT.is_file():
-            raise Unavailable("only the built-in checkpoint of scale 'tiny' was trained on the synthetic world; use neither --weights nor another --scale")
+            raise Unavailable(
+                "only the built-in checkpoint of scale 'tiny' was trained on the synthetic world; use neither --weights nor another --scale"
+            )
         extent = {axis: sizes[0] for axis, sizes in self.extents.items()}  # most of what it was trained on
         classes = [index % len(synthetic.PROMPTS) for index in range(count)]
         latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed)
@@ -526,7 +541,7 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def build_layout(text_tags: tuple[int, ...], video: tuple[int, int, int], audio: int, given: tuple[str, ...]) -> Layout:
-    """``MiniMaxH3PrepareLayoutStep.build_packed_sequence`` for text tags, video latent size ``(t, h, w)``, audio latents a channel and given frames."""
+    """Diffusers' ``MiniMaxH3PrepareLayoutStep.build_packed_sequence``: text tags, video latent size ``(t, h, w)``, audio latents a channel, given frames."""
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
     positions, tags, video_rows, audio_rows, text_rows, given_rows, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
@@ -612,10 +627,9 @@ class H3Fused(FusedModel):
     def build(self, dtype: torch.dtype) -> Any:
         import tempfile
 
+        from vllm_omni.diffusion.config import set_current_diffusion_config
         from vllm_omni.diffusion.data import AttentionConfig, AttentionSpec, OmniDiffusionConfig, TransformerConfig
         from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as upstream
-
-        from vllm_omni.diffusion.config import set_current_diffusion_config
 
         upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
         with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
