@@ -2,11 +2,14 @@
 
 What is left out on purpose: sharding of the base weights, gradient checkpointing, classifier-free guidance, and pipelining of rollout and training.
 
-Everything random is drawn from the seed, the step and the sample's own number, so neither micro-batches nor a restart change it.
+Everything random is drawn from the seed, the step and the sample's own number, so neither micro-batches, nor a
+restart, nor the number of processes change it.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,6 @@ from loudfail.harness.port import Conditions, Port, Rollout, Trajectory, noised
 from loudfail.trainer import adapters, monitor, nft
 from loudfail.trainer.config import Config
 from loudfail.trainer.parallel import Ranks
-from loudfail.trainer.sampler import chunks
 
 Latents = dict[str, torch.Tensor]
 Scores = dict[str, torch.Tensor]
@@ -152,13 +154,13 @@ def draw(run: Run, step: int) -> Batch:
 
 
 def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probability: torch.Tensor) -> Update:
-    """Train ``default`` on the samples: each at some noise levels of the grid that the rollout walked, one optimizer step an epoch."""
+    """Train ``default`` on the samples: each prompt's at some noise levels of the grid that the rollout walked, one optimizer step an epoch."""
     config, port, algorithm = run.config, run.port, run.config.algorithm
     weights = modality_weights(run)
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
     pairs = [{m: float(sigma[0]) for m, sigma in step.sigmas.items()} for step in trajectory.steps]  # one noise level a modality, as really walked
     parameters = list(port.trainable().values())
-    pieces = chunks(batch.conditions, config.micro_batch)
+    draws = [(place, number) for number in range(algorithm.sigmas) for place in run.ranks.share(algorithm.prompts)]
     sums: dict[str, float] = {}
     squares = dict.fromkeys(weights, 0.0)
     first: monitor.Call | None = None
@@ -166,14 +168,14 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     for epoch in range(algorithm.epochs):
         on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
         run.optimizer.zero_grad()
-        levels = draw_levels(run, epoch, len(pieces) * algorithm.sigmas, len(pairs))
-        for draw_number, level in enumerate(levels):
-            rows = pieces[draw_number % len(pieces)]
+        levels = draw_levels(run, epoch, algorithm.prompts * algorithm.sigmas, len(pairs))
+        for place, number, rows in pieces_of(draws, run.ranks, algorithm.samples, config.micro_batch):
+            level = levels[number * algorithm.prompts + place]
             index = torch.tensor(rows, device=port.device)
             conditions = [batch.conditions[row] for row in rows]
             clean = {m: x[index] for m, x in x0.items()}
-            fresh = noise_of(run, f"train/{run.step}/{epoch}/{draw_number}/{run.ranks.rank}", len(rows))
-            noise = {m: x.to(port.device) for m, x in fresh.items()}
+            fresh = noise_of(run, f"train/{run.step}/{epoch}/{number}/{place}", algorithm.samples)
+            noise = {m: x[[row % algorithm.samples for row in rows]].to(port.device) for m, x in fresh.items()}
             sigmas = {m: torch.full((len(rows),), pairs[level][m], device=port.device) for m in clean}
             latents = noised(clean, noise, sigmas)
             target = {m: noise[m] - clean[m] for m in clean}
@@ -205,8 +207,8 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
             sums["loss"] = sums.get("loss", 0.0) + share * float(losses.detach().mean())
         run.ranks.average_gradients(parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
-        if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"step {run.step}: the gradient is not finite; no optimizer step was taken")
+        if not math.isfinite(norm):  # whatever the policy: a step with it would destroy the adapter
+            raise monitor.MonitorFired([monitor.Reading("finite_gradient", math.inf, sys.float_info.max, "no optimizer step was taken")])
         run.optimizer.step()
     run.optimizer.zero_grad()
     assert first is not None  # there is at least one piece and one sigma
@@ -267,9 +269,17 @@ def validate(run: Run) -> dict[str, float]:
     return {name: float(value.mean()) for name, value in run.score_again(final, prompts).items()}
 
 
+def pieces_of(draws: Sequence[tuple[int, int]], ranks: Ranks, samples: int, micro_batch: int) -> Iterator[tuple[int, int, list[int]]]:
+    """``(place, number, rows)`` of every model call: samples of one prompt share layout and noise level, so they go in one call if it fits."""
+    for place, number in draws:
+        start = (place - ranks.rank) // ranks.size * samples  # rows of this prompt in this process's batch
+        for first in range(0, samples, micro_batch):
+            yield place, number, list(range(start + first, start + min(first + micro_batch, samples)))
+
+
 def draw_levels(run: Run, epoch: int, count: int, calls: int) -> list[int]:
-    """``count`` model calls out of ``calls``, one a stratum, in random order: the noise level decides the loss more than r."""
-    generator = Case(seed=run.config.seed).generator(f"levels/{run.step}/{epoch}/{run.ranks.rank}")
+    """``count`` model calls out of ``calls``, one a stratum, in random order, the same in every process: the level decides the loss more than r."""
+    generator = Case(seed=run.config.seed).generator(f"levels/{run.step}/{epoch}")
     strata = torch.randperm(count, generator=generator)
     places = (strata + torch.rand(count, generator=generator, dtype=torch.float64)) / count
     return (places * calls).long().clamp_max(calls - 1).tolist()

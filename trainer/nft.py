@@ -154,8 +154,8 @@ def objective(
     """The objective of each sample over all modalities, and its parts.
 
     The policy term is multiplied by ``clip / β``, so that at ``θ = old`` its gradient is the advantage-weighted flow-match
-    gradient, whatever the two are. Arguments are modality → ``(B, *shape)`` (sigmas ``(B,)``), generated rows only: a port leaves given rows out of its
-    velocity.
+    gradient, whatever the two are. Arguments are modality → ``(B, *shape)`` (sigmas ``(B,)``), generated rows only:
+    a port leaves given rows out of its velocity.
 
     Returns:
         ``(B,)``, differentiable in ``velocity``; and batch means ``policy/<modality>``, ``reference/<modality>``.
