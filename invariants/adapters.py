@@ -9,7 +9,7 @@ import torch
 from loudfail.harness.case import Case, cases, smallest
 from loudfail.harness.compare import chart, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import AdapterConfig, Port, random_adapter
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 
 
 def configs(port: Port) -> Any:
@@ -44,7 +44,7 @@ def padded(state: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]
     return {n: pad(v, (0, rank - v.shape[1])) if n.endswith("lora_B.weight") else pad(v, (0, 0, 0, rank - v.shape[0])) for n, v in state.items()}
 
 
-@invariant("adapter")
+@invariant("adapter", scales=BOTH)
 def every_configured_projection_carries_lora_and_nothing_else_does(port: Port) -> None:
     """LoRA sits on every base weight whose name ends in a configured target, and on no other.
 
@@ -67,7 +67,7 @@ def every_configured_projection_carries_lora_and_nothing_else_does(port: Port) -
     )
 
 
-@invariant("adapter", examples=4, config=configs)
+@invariant("adapter", scales=BOTH, examples=4, config=configs)
 def both_factors_have_the_configured_rank(port: Port, config: AdapterConfig) -> None:
     """A is (rank, in) and B is (out, rank) of the base weight, for every projection and any configured rank.
 
@@ -82,7 +82,7 @@ def both_factors_have_the_configured_rank(port: Port, config: AdapterConfig) -> 
         require(tuple(value.shape) == want, got=tuple(value.shape), want=want, where=name)
 
 
-@invariant("adapter", "objective", examples=4, case=cases(batch=(1, 2)), config=configs)
+@invariant("adapter", "objective", scales=BOTH, examples=4, case=cases(batch=(1, 2)), config=configs)
 def a_new_adapter_changes_nothing(port: Port, case: Case, config: AdapterConfig) -> None:
     """A freshly added adapter leaves the velocity bit for bit that of the base model.
 

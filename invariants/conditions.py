@@ -10,7 +10,7 @@ import torch
 from loudfail.harness.case import Case, cases, smallest
 from loudfail.harness.compare import relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Port, RowTable, no_grad
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def given_rows_hold_the_clean_frames_of_their_own_sample(port: Port, case: Case)
         require_close(rows, want, bound=bound, where=f"sample {index}, given {case.given}")
 
 
-@invariant("objective", "packing", "condition", examples=5, case=with_given(1, 3))
+@invariant("objective", "packing", "condition", scales=BOTH, examples=5, case=with_given(1, 3))
 def given_rows_are_told_that_they_are_clean(port: Port, case: Case) -> None:
     """Given rows are told at most the level that they are held at, never the level of the generated rows.
 

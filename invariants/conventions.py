@@ -10,7 +10,7 @@ import torch
 from loudfail.harness.case import Case, cases
 from loudfail.harness.compare import chart, relative_error, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Conditions, Port, no_grad, noised
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -42,7 +42,7 @@ def seeds(port: Port) -> SearchStrategy[int]:
     return st.integers(0, 2**31 - 1)
 
 
-@invariant("objective", "vendor", examples=4, case=cases(batch=(1, 2)), calls=calls)
+@invariant("objective", "vendor", scales=BOTH, examples=4, case=cases(batch=(1, 2)), calls=calls)
 def the_velocity_is_that_of_the_vendors_loop(port: Port, case: Case, calls: int) -> None:
     """At every call of the vendor's sampling loop, the port's velocity is the one by which that loop moved the latents, per modality.
 
@@ -94,7 +94,7 @@ def an_euler_loop_in_our_convention_ends_where_the_vendors_does(port: Port, case
     require_each_close(latents, want, bound=bound, where=f"{calls} calls, given {case.given}")
 
 
-@invariant("objective", "packing", examples=6, case=cases(batch=(1, 3)))
+@invariant("objective", "packing", scales=BOTH, examples=6, case=cases(batch=(1, 3)))
 def every_generated_row_is_told_the_level_it_is_at(port: Port, case: Case) -> None:
     """The noise level that the model is told for each generated row is its own sample's and its own modality's, to float32 precision.
 

@@ -7,7 +7,7 @@ import torch
 from loudfail.harness.case import Case, cases
 from loudfail.harness.compare import require, require_equal
 from loudfail.harness.port import Port, no_grad
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
 
 
@@ -21,7 +21,7 @@ def addresses(port: Port, case: Case) -> dict[str, torch.Tensor]:
     return result
 
 
-@invariant("objective", "packing", examples=10, case=cases(batch=(1, 3), given=False))
+@invariant("objective", "packing", scales=BOTH, examples=10, case=cases(batch=(1, 3), given=False))
 def unpacking_restores_every_value(port: Port, case: Case) -> None:
     """Unpacking what was packed gives the same latents, bit for bit, for any extent and batch.
 
@@ -35,7 +35,7 @@ def unpacking_restores_every_value(port: Port, case: Case) -> None:
         require_equal(got[modality], latents[modality], where=f"{modality}, {dict(case.extent)}")
 
 
-@invariant("objective", "packing", examples=8, case=cases(batch=(1, 3), given=False))
+@invariant("objective", "packing", scales=BOTH, examples=8, case=cases(batch=(1, 3), given=False))
 def packing_moves_values_and_makes_none(port: Port, case: Case) -> None:
     """The rows of a sample hold exactly the values of that sample's latents, each once, in its own modality.
 
@@ -62,7 +62,7 @@ def the_vendors_loop_starts_from_the_noise_it_was_given(port: Port, case: Case) 
         require_equal(first.latents[modality].cpu(), noise[modality], where=f"{modality}, {dict(case.extent)}, given {case.given}")
 
 
-@invariant("objective", "packing", examples=6, case=cases(batch=(1, 3)))
+@invariant("objective", "packing", scales=BOTH, examples=6, case=cases(batch=(1, 3)))
 def the_model_sees_the_packed_rows_and_nothing_else(port: Port, case: Case) -> None:
     """The generated rows that enter the model are the packed latents of that sample, bit for bit and in order.
 
@@ -78,7 +78,7 @@ def the_model_sees_the_packed_rows_and_nothing_else(port: Port, case: Case) -> N
             require_equal(seen, packed[modality][index].to(seen), where=f"{modality}, sample {index} of {case.batch}, given {case.given}")
 
 
-@invariant("objective", "packing", examples=6, case=cases(batch=(1, 3)))
+@invariant("objective", "packing", scales=BOTH, examples=6, case=cases(batch=(1, 3)))
 def every_row_is_counted_under_its_modality(port: Port, case: Case) -> None:
     """The sequence has a text row for each row of the embedding, the packed rows of each modality, and the given rows that their frames need.
 

@@ -7,7 +7,7 @@ import torch
 from loudfail.harness.case import Case, cases, smallest
 from loudfail.harness.compare import chart, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Port, random_adapter
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 from loudfail.invariants.sync import hand_over
 
 #: Bounds on clean ports. Measured: base 4e-7 (float32), 1e-2 (bfloat16); adapter effect 2e-6, 3e-2; final latents 1e-6, 2e-2.
@@ -20,7 +20,7 @@ def inputs(port: Port, case: Case) -> tuple:
     return case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
 
 
-@invariant("objective", "engine", "adapter", examples=4, case=cases(batch=(1, 2)))
+@invariant("objective", "engine", "adapter", scales=BOTH, examples=4, case=cases(batch=(1, 2)))
 def the_base_velocity_is_the_actors(port: Port, tp: int, case: Case) -> None:
     """Without an adapter, the rollout's velocity equals the actor's, per modality, for any extent, prompt, sigma pair and condition mode.
 
@@ -35,7 +35,7 @@ def the_base_velocity_is_the_actors(port: Port, tp: int, case: Case) -> None:
     )
 
 
-@invariant("objective", "engine", "adapter", examples=3, case=cases(batch=(1, 2)))
+@invariant("objective", "engine", "adapter", scales=BOTH, examples=3, case=cases(batch=(1, 2)))
 def the_adapters_effect_is_the_actors(port: Port, tp: int, case: Case) -> None:
     """The change that the adapter makes to the velocity is the same in the rollout as in the actor, measured against that change.
 
@@ -62,7 +62,7 @@ def the_adapters_effect_is_the_actors(port: Port, tp: int, case: Case) -> None:
     require_each_close(got, effect, bound=port.bound(**EFFECT), where=f"tp {tp}, given {case.given}, {dict(case.extent)}")
 
 
-@invariant("objective", "engine", "adapter", examples=3, case=cases(batch=(1, 2)))
+@invariant("objective", "engine", "adapter", scales=BOTH, examples=3, case=cases(batch=(1, 2)))
 def velocity_replay_agrees_at_every_step(port: Port, tp: int, case: Case) -> None:
     """The trainer's old policy, asked again at the latents and sigmas that the rollout recorded, returns the velocity that the rollout recorded.
 
@@ -126,7 +126,7 @@ def recorded_steps_are_what_happened(port: Port, tp: int, case: Case) -> None:
         last = step.after
 
 
-@invariant("objective", "engine")
+@invariant("objective", "engine", scales=BOTH)
 def all_ranks_return_the_same_velocity(port: Port, tp: int) -> None:
     """Every rank returns the same velocity, bit for bit.
 

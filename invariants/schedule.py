@@ -9,7 +9,7 @@ import torch
 from loudfail.harness.case import Case, cases
 from loudfail.harness.compare import require, require_close, require_equal
 from loudfail.harness.port import Port
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def require_same_grid(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
         require_close(got[modality].float(), levels.float(), bound=GRID, scale=1.0, where=f"{where}, {modality}")
 
 
-@invariant("objective", "vendor", examples=12, calls=calls_between(1, 50))
+@invariant("objective", "vendor", scales=BOTH, examples=12, calls=calls_between(1, 50))
 def the_grid_is_the_vendors(port: Port, calls: int) -> None:
     """For any number of model calls, each modality's grid is that of the vendor's own scheduler, with the same number of points.
 
@@ -57,7 +57,7 @@ def the_grid_is_the_vendors(port: Port, calls: int) -> None:
     require_same_grid(port.grid(calls), port.vendor_grid(calls), f"{calls} calls")
 
 
-@invariant("objective", "engine", examples=8, calls=calls_between(1, 50))
+@invariant("objective", "engine", scales=BOTH, examples=8, calls=calls_between(1, 50))
 def the_grid_is_the_rollouts(port: Port, tp: int, calls: int) -> None:
     """For any number of model calls, each modality's grid is the one that the rollout engine builds, at every degree.
 
@@ -67,7 +67,7 @@ def the_grid_is_the_rollouts(port: Port, tp: int, calls: int) -> None:
     require_same_grid(port.grid(calls), port.engine(tp).grid(calls), f"tp {tp}, {calls} calls")
 
 
-@invariant("objective", examples=12, calls=calls_between(1, 50))
+@invariant("objective", scales=BOTH, examples=12, calls=calls_between(1, 50))
 def the_grid_descends_from_pure_noise_to_clean(port: Port, calls: int) -> None:
     """Each grid holds one more point than there are model calls, starts at exactly 1, descends strictly, and ends at exactly 0.
 
@@ -117,7 +117,7 @@ def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int
             require_close(moved, want, bound=bound, where=f"tp {tp}, {modality}, call {index} of {calls}")
 
 
-@invariant("objective", examples=8, calls=calls_between(1, 50))
+@invariant("objective", scales=BOTH, examples=8, calls=calls_between(1, 50))
 def the_grid_is_one_shift_of_an_even_grid(port: Port, calls: int) -> None:
     """Each grid is the even grid from 1 to 0 under the published shift s, ``s·u / (1 + (s − 1)·u)``, once, in float64, for any number of calls.
 

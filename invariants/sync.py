@@ -9,7 +9,7 @@ import torch
 from loudfail.harness.case import smallest
 from loudfail.harness.compare import chart, note, relative_error, require, require_at_least, require_close, require_equal
 from loudfail.harness.port import AdapterConfig, Port, probe, random_adapter
-from loudfail.harness.registry import invariant
+from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Violation
 
 #: Probe vectors; as many as the largest rank, so that two different deltas of that rank cannot agree on all of them.
@@ -76,7 +76,7 @@ def hand_over(port: Port, tp: int, state: dict[str, torch.Tensor], config: Adapt
     return version
 
 
-@invariant("adapter", "engine")
+@invariant("adapter", "engine", scales=BOTH)
 def every_base_weight_arrives(port: Port, tp: int) -> None:
     """Every base parameter of the actor acts the same in the rollout, and what the engine computes itself (rotary tables) is right.
 
@@ -97,7 +97,7 @@ def every_base_weight_arrives(port: Port, tp: int) -> None:
         require_close(got[name], value, bound=bound, where=f"tp {tp}, {name}")
 
 
-@invariant("adapter", "engine")
+@invariant("adapter", "engine", scales=BOTH)
 def every_adapter_tensor_is_registered_and_bound(port: Port, tp: int) -> None:
     """The engine binds as many adapter slices as were registered, at least one for each projection, and wraps a layer for each of them.
 
@@ -115,7 +115,7 @@ def every_adapter_tensor_is_registered_and_bound(port: Port, tp: int) -> None:
         require(sorted(here) == sorted(want), got=f"{len(here)} layers", want=f"{len(want)} layers", where=f"tp {tp}, {target}")
 
 
-@invariant("adapter", "engine")
+@invariant("adapter", "engine", scales=BOTH)
 def every_projection_reaches_the_rollout(port: Port, tp: int) -> None:
     """For every projection, what the fused layer really adds, put together from all ranks, is alpha / r · B A of the actor.
 
@@ -139,7 +139,7 @@ def each_projection_alone_reaches_only_itself(port: Port, tp: int) -> None:
         check_response(port, tp, only, port.adapter, f"tp {tp}, {target} alone")
 
 
-@invariant("adapter", "engine", examples=3, sequence=versions)
+@invariant("adapter", "engine", scales=BOTH, examples=3, sequence=versions)
 def the_newest_hand_over_is_the_one_in_effect(port: Port, tp: int, sequence: list[tuple[AdapterConfig, int, set[str]]]) -> None:
     """After each of several hand-overs, with other ranks, alphas and switched-off projections, exactly the newest adapter acts, under its version.
 

@@ -541,7 +541,7 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def build_layout(text_tags: tuple[int, ...], video: tuple[int, int, int], audio: int, given: tuple[str, ...]) -> Layout:
-    """Diffusers' ``MiniMaxH3PrepareLayoutStep.build_packed_sequence``: text tags, video latent size ``(t, h, w)``, audio latents a channel, given frames."""
+    """``MiniMaxH3PrepareLayoutStep.build_packed_sequence``: text tags, video latent size ``(t, h, w)``, audio latents a channel, given frames."""
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
     positions, tags, video_rows, audio_rows, text_rows, given_rows, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
