@@ -63,9 +63,9 @@ def test_a_run_leaves_summary_log_and_checkpoints(tmp_path: Path) -> None:
     assert summary["true_reward"][0] != summary["true_reward"][1]
     assert summary["seconds"] > 0
     assert summary["peak_rss_bytes"] > 0
-    assert {name: (count["fired"], count["ran"] + count["vacuous"]) for name, count in summary["monitors"].items()} == dict.fromkeys(
-        summary["monitors"], (0, 3)
-    )
+    assert len(summary["monitors"]) >= 15
+    for name, count in summary["monitors"].items():
+        assert (count["fired"], count["ran"] + count["vacuous"]) == (0, 3), name
     assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
     assert [path.name for path in checkpoint.listed(tmp_path / "checkpoints")] == ["step-000001", "step-000002", "step-000003"]
 
@@ -297,14 +297,18 @@ FAULTS: dict[str, tuple[Inject, set[str]]] = {
 }
 
 
+def two_steps(run: loop.Run) -> None:
+    loop.train_step(run)
+    loop.train_step(run)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_stops_the_run_within_two_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inject, expected = FAULTS[name]
     run = train.set_up(small(), ToyActor())
     inject(run, monkeypatch)
     with pytest.raises(MonitorFired) as stop:
-        for _ in range(2):
-            loop.train_step(run)
+        two_steps(run)
     assert {reading.monitor for reading in stop.value.readings} >= expected
 
 
@@ -365,12 +369,8 @@ def test_two_ungated_processes_train_as_one(tmp_path: Path) -> None:
     train.train(small(steps=1), tmp_path / "one", port=ToyActor())
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "loudfail.harness.cli", "train", str(recipe), "--ungated", "--out", str(tmp_path / "two")]
-    ranks = [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(rank)}, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen(command, env=env | {"RANK": str(rank)}, cwd=Path(__file__).parent, **output) for rank in range(2)]  # type: ignore[call-overload]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "UNGATED" in outputs[0]

@@ -73,13 +73,14 @@ class Batch:
 
 @dataclass
 class Update:
-    """What an update did: mean loss parts, gradient norms, the noise levels used, and what its first model call really got."""
+    """What an update did: mean loss parts, gradient norms, what its first model call really got, and the sigmas that each was told."""
 
     parts: dict[str, float]
     gradient_norm: float
     prediction_gradients: dict[str, float]
     first_call: monitor.Call
     first_x0: Latents
+    told: list[Latents]
 
 
 def train_step(run: Run) -> dict[str, Any]:
@@ -113,7 +114,8 @@ def train_step(run: Run) -> dict[str, Any]:
     with timed(run, "monitors"):
         seen |= run.watch.judge(
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
-            *monitor.training_noise(update.first_call, update.first_x0, run.rollout.grid(run.config.rollout.calls)),
+            monitor.training_noise(update.first_call, update.first_x0),
+            monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls)),
         )
 
     before = port.adapter_state(adapters.OLD)
@@ -164,6 +166,7 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     sums: dict[str, float] = {}
     squares = dict.fromkeys(weights, 0.0)
     first: monitor.Call | None = None
+    told: list[Latents] = []
     norm = 0.0
     for epoch in range(algorithm.epochs):
         on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
@@ -182,6 +185,7 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
 
             with monitor.first_training_call(port) as calls:
                 velocity = port.predict_velocity(latents, sigmas, conditions)
+            told.append(calls[0].sigmas)
             if first is None:
                 first, first_x0 = calls[0], clean
             with torch.no_grad():
@@ -212,7 +216,7 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
         run.optimizer.step()
     run.optimizer.zero_grad()
     assert first is not None  # there is at least one piece and one sigma
-    return Update(sums, norm, {m: value**0.5 for m, value in squares.items()}, first, first_x0)
+    return Update(sums, norm, {m: value**0.5 for m, value in squares.items()}, first, first_x0, told)
 
 
 def refresh_old(run: Run, step: int) -> float | None:

@@ -344,26 +344,39 @@ def first_training_call(port: Port) -> Iterator[list[Call]]:
             port.predict_velocity = had  # type: ignore[method-assign]
 
 
-def training_noise(call: Call, x0: Latents, grid: Latents) -> list[Reading]:
-    """The noise level that the model is told in training is the one of the latents that it gets, and one of the grid's, for every modality.
+def training_noise(call: Call, x0: Latents) -> Reading:
+    """The noise level that the model is told in training is the one of the latents that it gets, for every modality.
 
     With the level as told, ``(x − (1 − sigma)·x0) / sigma`` must be standard normal: its mean square is 1 up to the spread of as many draws. Sees
-    sigma passed as data fraction, the level of another modality, truncated timesteps, and levels that the rollout never visits.
+    sigma passed as data fraction, the level of another modality, and truncated timesteps.
 
     Args:
         call: what the model got.
         x0: the clean latents of the same samples.
-        grid: the sigmas of each modality that the rollout walks.
     """
-    off, level = (0.0, ""), (0.0, "")
+    worst = (0.0, "")
     for m, clean in x0.items():
         sigma = call.sigmas[m].to(clean.device).double().view(-1, *[1] * (clean.ndim - 1))
         noise = (call.latents[m].double() - (1 - sigma) * clean.double()) / sigma
         # In units of the standard deviation that the mean square of this many normal draws has.
-        off = max(off, (abs(float(noise.square().mean()) - 1) / math.sqrt(2 / noise.numel()), f"{m}, told sigma {float(sigma.flatten()[0]):.3f}"))
-        nearest = (sigma.flatten()[:, None] - grid[m].to(sigma.device).double()[None]).abs().min(1).values.max()
-        level = max(level, (float(nearest), m))
-    return [Reading("training_noise", off[0], 8.0, off[1]), Reading("training_grid", level[0], 1e-6, level[1])]
+        worst = max(worst, (abs(float(noise.square().mean()) - 1) / math.sqrt(2 / noise.numel()), f"{m}, told sigma {float(sigma.flatten()[0]):.3f}"))
+    return Reading("training_noise", worst[0], 8.0, worst[1])
+
+
+def training_grid(told: Sequence[Latents], grid: Latents) -> Reading:
+    """The noise levels that the model is told in training are levels of the rollout's grid, those of all modalities of one and the same model call.
+
+    Sees truncated timesteps, one modality trained at the level of another, and levels that the rollout never visits.
+
+    Args:
+        told: modality → ``(B,)`` sigmas of each training call.
+        grid: modality → sigmas that the rollout walks.
+    """
+    worst = 0.0
+    for sigmas in told:
+        apart = torch.stack([(s.double().cpu()[:, None] - grid[m].double().cpu()[None]).abs() for m, s in sigmas.items()]).amax(0)  # (B, calls + 1)
+        worst = max(worst, float(apart.amin(1).max()))
+    return Reading("training_grid", worst, 1e-6, "distance from the nearest model call")
 
 
 def _ratio(a: float, b: float) -> float:
