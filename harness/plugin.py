@@ -245,10 +245,18 @@ class Run:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Checks without an engine first: they run while the ranks import. Links in data order; items of others stay where they are."""
+        """Checks without an engine first: they run while the ranks import. Links in data order; items of others stay where they are.
+
+        A large model has room for one engine at a time, so its checks go degree by degree.
+        """
         places = [place for place, item in enumerate(items) if isinstance(item, InvariantItem)]
         order = list(self.links)
-        ours = sorted((items[place] for place in places), key=lambda item: (item.needs_engine, order.index(item.path.stem)))  # type: ignore[attr-defined]
+        large = self.gate.options.scale != "tiny"
+
+        def rank(item: Any) -> tuple[bool, int, int]:
+            return item.needs_engine, (item.degree or 0) if large else 0, order.index(item.path.stem)
+
+        ours = sorted((items[place] for place in places), key=rank)
         for place, item in zip(places, ours, strict=True):
             items[place] = item
         self.declare(item.nodeid for item in ours)

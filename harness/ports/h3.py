@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, LoRAParts, VllmOmniRollout
 from loudfail.harness.media import Media
-from loudfail.harness.port import AdapterConfig, Conditions, Port, RowTable, Step, Trajectory
+from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, find_reward
 from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
 from loudfail.harness.ports.h3_text import Presentation, rollout_encoder_classes
 from loudfail.harness.violation import Unavailable
@@ -67,6 +68,8 @@ class H3(Port):
     adapter = AdapterConfig(rank=64, alpha=128.0, targets=TARGETS)
     given_sigma = 1 - GIVEN_TIME
     shift = SHIFT
+    rates = {"video": 24.0, "audio": 32_000.0}
+    scorers = "loudfail.trainer.rewards.build:tiny_reward"
     time_axis = {"video": 1, "audio": 2}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
@@ -97,7 +100,8 @@ class H3(Port):
                 raise Unavailable(f"no folder {folder}; --weights wants a Diffusers checkpoint with transformer/, text_encoder/, vae/ …")
             model = MiniMaxH3Transformer3DModel.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
         else:
-            model = MiniMaxH3Transformer3DModel(**SCALES[self.scale])
+            with mock.patch.object(torch.nn.Linear, "reset_parameters", lambda linear: None):  # every weight is written below
+                model = MiniMaxH3Transformer3DModel(**SCALES[self.scale])
             if self.scale == "tiny" and CHECKPOINT.is_file():
                 from safetensors.torch import load_file
 
@@ -479,7 +483,7 @@ class H3(Port):
 
         return h3_text.present(self._presenter, ids, [_image(*picture) for picture in pictures])
 
-    # -- media -------------------------------------------------------------------------------------------------------------------------------
+    # -- media, reward ---------------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Mapping[str, torch.Tensor]) -> list[Media]:
         """Clean latents → media of each sample: frames at 24 a second, stereo at 32 kHz."""
         return decode(self.autoencoders, latents)
@@ -487,6 +491,13 @@ class H3(Port):
     @cached_property
     def autoencoders(self) -> Autoencoders:
         return Autoencoders(self.weights, self.device)
+
+    def reward(self) -> Reward:
+        return self._reward
+
+    @cached_property
+    def _reward(self) -> Reward:
+        return find_reward(self.scorers)
 
     # -- trained -----------------------------------------------------------------------------------------------------------------------------
     def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
@@ -507,6 +518,8 @@ class H3(Port):
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
         if "autoencoders" in vars(self):
             names |= {f"{type(part).__module__}.{type(part).__qualname__}" for part in (self.autoencoders.vae, self.autoencoders.audio_vae)}
+        if "_reward" in vars(self):
+            names |= {f"{name} (reward: {weights})" for name, weights in self._reward.origins().items()}
         for engine in self._engines.values():
             names |= set(engine.classes())
             if engine.world in self._encoding and engine.world.alive:
@@ -571,15 +584,13 @@ def _table(seen: Mapping[str, Any], output: Sequence[torch.Tensor], place: int, 
 
 @torch.no_grad()
 def _randomize(model: Any) -> None:
-    """Seeded weights, linears three times as large as usual: with default initialization a wrong time label moves the output by one per cent only."""
+    """Seeded weights of standard deviation ``0.7 / sqrt(in)``, biases and norms that are not trivial."""
     generator = torch.Generator().manual_seed(20260101)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (3 / (3 * parameter.shape[1]) ** 0.5))
-        elif name.endswith("bias"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.uniform_(-1, 1, generator=generator).mul_(0.7 * (3 / parameter.shape[1]) ** 0.5)
         else:
-            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.uniform_(-0.1, 0.1, generator=generator).add_(0 if name.endswith("bias") else 1)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
