@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,11 @@ def wrong_prompts(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(run.rollout, "rollout", other)
 
 
+def binds_half(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
+    set_adapter = run.rollout.set_adapter
+    patch.setattr(run.rollout, "set_adapter", lambda *arguments: replace(set_adapter(*arguments), bound=1))
+
+
 def wrong_version(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(run.rollout, "adapter_version", lambda: 1)
 
@@ -280,6 +286,7 @@ FAULTS: dict[str, tuple[Inject, set[str]]] = {
     "adapter never arrives": (handed_over(stale), {"adapter_delta"}),
     "alpha / r forgotten": (handed_over(half), {"adapter_delta"}),
     "one projection not synced": (handed_over(without_one), {"adapter_delta"}),
+    "half of the adapter is bound": (binds_half, {"adapter_bound"}),
     "rollout keeps the first version": (wrong_version, {"adapter_version"}),
     "other prompts in the rollout": (wrong_prompts, {"velocity_replay"}),
     "one noise for a whole group": (one_seed, {"group_spread"}),

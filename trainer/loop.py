@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loudfail.harness.case import Case
-from loudfail.harness.port import Conditions, Port, Rollout, Trajectory, noised
+from loudfail.harness.port import BindReport, Conditions, Port, Rollout, Trajectory, noised
 from loudfail.trainer import adapters, monitor, nft
 from loudfail.trainer.config import Config
 from loudfail.trainer.parallel import Ranks
@@ -44,6 +44,7 @@ class Run:
         ranks: this process among those of the run.
         step: steps that are finished.
         version: version of the adapter that the rollout was handed last.
+        bound: what the rollout said when it was handed over.
         timing: seconds by part of a step, summed.
     """
 
@@ -58,6 +59,7 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     version: int = 0
+    bound: BindReport | None = None
     timing: dict[str, float] = field(default_factory=dict)
 
 
@@ -233,16 +235,15 @@ def hand_over(run: Run) -> None:
     """Give the old policy to the rollout under a new version."""
     with timed(run, "hand over"):
         run.version += 1
-        report = run.rollout.set_adapter(run.port.adapter_state(adapters.OLD), run.port.adapter, run.version)
-        wanted = len(run.port.projections())
-        if not report.registered == report.bound == wanted:
-            raise RuntimeError(f"the rollout registered {report.registered} and bound {report.bound} of {wanted} projections of the adapter")
+        run.bound = run.rollout.set_adapter(run.port.adapter_state(adapters.OLD), run.port.adapter, run.version)
 
 
 def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, scores: Scores, thorough: bool) -> Iterator[monitor.Reading]:
     """What is known once samples and scores are there. Replayed are one sample a prompt at one model call, others at every step."""
     samples, calls = run.config.algorithm.samples, len(trajectory.steps)
     rows = [start + run.step % samples for start in range(0, len(batch.groups), samples)]
+    assert run.bound is not None  # set by the hand-over before the first step
+    yield monitor.adapter_bound(run.bound, run.version, len(run.port.projections()))
     yield monitor.walked_grid(run.port, trajectory)
     yield monitor.group_spread(x0, batch.groups)
     if thorough:

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from loudfail.harness.compare import relative_error
-from loudfail.harness.port import AdapterConfig, Conditions, Port, Rollout, Step, Trajectory, offers, probe
+from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Rollout, Step, Trajectory, offers, probe
 from loudfail.harness.violation import show
 from loudfail.trainer.adapters import effect
 
@@ -173,6 +173,12 @@ def adapter_arrived(
         Reading("adapter_version", 0.0 if here == version else 1.0, 0.0, f"rollout has {here}, handed over {version}"),
         Reading("adapter_delta", worst[0], 6e-2 if bfloat16 else 5e-6, worst[1], vacuous=vacuous),
     ]
+
+
+def adapter_bound(report: BindReport, version: int, projections: int) -> Reading:
+    """The rollout bound all that it registered, at least one pair for every projection (a fused layer may count one a slice), under this version."""
+    missing = max(report.registered - report.bound, projections - report.bound, 0) + (report.version != version)
+    return Reading("adapter_bound", float(missing), 0.0, f"registered {report.registered}, bound {report.bound} of {projections} projections")
 
 
 def prompt_ids(

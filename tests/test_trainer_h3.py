@@ -1,0 +1,55 @@
+"""The trainer on the real actor: MiniMax H3 with the tiny trained checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loudfail.harness.ports.h3 import H3
+from loudfail.trainer import checkpoint, loop, train
+from loudfail.trainer.config import Config, read_recipe
+from loudfail.trainer.monitor import MonitorFired
+
+
+@pytest.fixture(scope="module")
+def port() -> H3:
+    return H3()
+
+
+def short(steps: int = 2) -> Config:
+    values = {"steps": steps, "threads": 0, "algorithm.prompts": 2, "algorithm.samples": 2, "rollout.calls": 4, "validation.samples": 1}
+    return read_recipe("h3_tiny", [f"{key}={value}" for key, value in values.items()])
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(port: H3, tmp_path: Path) -> None:
+    assert train.train(short(), tmp_path / "whole", port=port) == train.DONE
+    assert train.train(short(1), tmp_path / "parts", port=port) == train.DONE
+    assert train.train(short(), tmp_path / "parts", resume="", port=port) == train.DONE
+    one, other = (checkpoint.load(tmp_path / name / "checkpoints" / "step-000002").tensors for name in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert {name: count["fired"] for name, count in summary["monitors"].items() if count["fired"]} == {}
+    assert summary["monitors"]["velocity_replay"]["ran"] == 2
+    assert summary["monitors"]["adapter_delta"]["ran"] == 2
+    assert "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3Transformer3DModel" in summary["classes"]
+
+
+def test_a_feed_forward_that_never_reaches_the_rollout_stops_the_run(port: H3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward of such a run still rises (0.71 → 0.95 in a measured one); both monitors of the hand-over see it."""
+    run = train.set_up(short(), port)
+    load = port.load_adapter
+
+    def without(name: str, state: dict[str, torch.Tensor]) -> None:
+        lost = name == "rollout"
+        load(name, {key: torch.zeros_like(value) if lost and "ff.net.0.proj.lora_B" in key else value for key, value in state.items()})
+
+    monkeypatch.setattr(port, "load_adapter", without)
+    with pytest.raises(MonitorFired, match=r"adapter_delta.*ff\.net\.0\.proj"):
+        loop.train_step(run)
+    run.watch.policy, run.watch.warn = "warn", lambda _: None
+    loop.train_step(run)
+    assert run.watch.counts["velocity_replay"]["fired"] == 1
