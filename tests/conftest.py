@@ -65,3 +65,18 @@ def _run(main: Callable[[Sequence[str]], int], arguments: list[str], capfd: pyte
         code = int(stop.code or 0)
     out, err = capfd.readouterr()
     return Ran(code, out, err)
+
+
+@pytest.fixture(scope="session")
+def h3() -> Iterator[object]:
+    """The tiny H3 port, shared by all files, on one thread: two threads spin against each other on two busy cores."""
+    import torch
+
+    from loudfail.harness.ports.h3 import H3
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    port = H3()
+    yield port
+    port.close()
+    torch.set_num_threads(threads)

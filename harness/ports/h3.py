@@ -100,7 +100,7 @@ class H3(Port):
                 raise Unavailable(f"no folder {folder}; --weights wants a Diffusers checkpoint with transformer/, text_encoder/, vae/ …")
             model = MiniMaxH3Transformer3DModel.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
         else:
-            with mock.patch.object(torch.nn.Linear, "reset_parameters", lambda linear: None):  # every weight is written below
+            with mock.patch.object(torch.nn.Linear, "reset_parameters", return_value=None):  # every weight is written below
                 model = MiniMaxH3Transformer3DModel(**SCALES[self.scale])
             if self.scale == "tiny" and CHECKPOINT.is_file():
                 from safetensors.torch import load_file
