@@ -120,6 +120,24 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path, monkeypatc
     assert_same(tensors(whole, 3), tensors(cut, 3))
 
 
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "toy.toml"
+    recipe.write_text('steps = 2\n[model]\nport = "toyactor:ToyActor"\ndevice = "cpu"\n[checkpoints]\nevery = 1\n')
+    save = checkpoint.save
+
+    def full(folder: Path, saved: checkpoint.Checkpoint, keep: int) -> Path:
+        if saved.step == 2:
+            monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        return save(folder, saved, keep)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    assert train.main([str(recipe), "--out", str(tmp_path / "out")]) == train.STOPPED
+    assert "No space left on device" in (said := capsys.readouterr().err)
+    assert "--resume" in said
+    assert [path.name for path in checkpoint.listed(tmp_path / "out" / "checkpoints")] == ["step-000001"]
+    assert checkpoint.is_whole(tmp_path / "out" / "checkpoints" / "step-000001")
+
+
 def test_micro_batches_give_the_gradient_of_the_batch(tmp_path: Path) -> None:
     for name, size in (("one", 64), ("many", 3)):
         train.train(small(steps=2, micro_batch=size), tmp_path / name, port=ToyActor())

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from loudfail.harness.case import Case
-from loudfail.harness.port import BindReport, Conditions, Port, Rollout, Trajectory, noised
+from loudfail.harness.port import BindReport, Conditions, Port, Trajectory, noised
 from loudfail.trainer import adapters, monitor, nft
 from loudfail.trainer.config import Config
 from loudfail.trainer.parallel import Ranks
+from loudfail.trainer.sampler import Sampler
 
 Latents = dict[str, torch.Tensor]
 Scores = dict[str, torch.Tensor]
@@ -50,7 +51,7 @@ class Run:
 
     config: Config
     port: Port
-    rollout: Rollout
+    rollout: Sampler
     score: monitor.Score
     score_again: monitor.Score
     prompts: Sequence[str]
@@ -239,7 +240,7 @@ def hand_over(run: Run) -> None:
 
 
 def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, scores: Scores, thorough: bool) -> Iterator[monitor.Reading]:
-    """What is known once samples and scores are there. Replayed are one sample a prompt at one model call, others at every step."""
+    """What is known once samples and scores are there. Replayed are one sample of every other prompt at one model call, others at the next step."""
     samples, calls = run.config.algorithm.samples, len(trajectory.steps)
     rows = [start + run.step % samples for start in range(0, len(batch.groups), samples)]
     assert run.bound is not None  # set by the hand-over before the first step
@@ -247,7 +248,7 @@ def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, s
     yield monitor.walked_grid(run.port, trajectory)
     yield monitor.group_spread(x0, batch.groups)
     if thorough:
-        yield monitor.velocity_replay(run.port, adapters.OLD, trajectory.steps[run.step % calls], batch.conditions, rows)
+        yield monitor.velocity_replay(run.port, adapters.OLD, trajectory.steps[run.step % calls], batch.conditions, rows[run.step % 2 :: 2] or rows)
         yield monitor.prompt_ids(run.port, batch.prompts, batch.conditions, rows, through_rollout=run.config.rollout.engine == "vllm_omni")
         # Media go through decoders whose last bits depend on the batch; latents do not.
         yield monitor.reward_recomputed(run.score_again, x0, batch.prompts, scores, 1e-6 if run.config.reward.on == "latents" else 1e-3)

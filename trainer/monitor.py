@@ -24,9 +24,10 @@ from typing import Literal
 import torch
 
 from loudfail.harness.compare import relative_error
-from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Rollout, Step, Trajectory, offers, probe
+from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Step, Trajectory, offers, probe
 from loudfail.harness.violation import show
 from loudfail.trainer.adapters import effect
+from loudfail.trainer.sampler import Sampler
 
 Latents = Mapping[str, torch.Tensor]
 Score = Callable[[Latents, Sequence[str]], dict[str, torch.Tensor]]
@@ -142,7 +143,7 @@ def walked_grid(port: Port, trajectory: Trajectory) -> Reading:
 
 
 def adapter_arrived(
-    rollout: Rollout,
+    rollout: Sampler,
     state: Mapping[str, torch.Tensor],
     config: AdapterConfig,
     version: int,
@@ -345,7 +346,7 @@ def first_training_call(port: Port) -> Iterator[list[Call]]:
         yield calls
     finally:
         if had is None:
-            del port.predict_velocity  # type: ignore[attr-defined]
+            del port.predict_velocity
         else:
             port.predict_velocity = had  # type: ignore[method-assign]
 

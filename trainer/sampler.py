@@ -6,6 +6,7 @@ The adapter is handed over to it like to any engine, so that a hand-over that fa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,8 +16,22 @@ from loudfail.trainer.adapters import effect
 ADAPTER = "rollout"
 
 
+class Sampler(Protocol):
+    """What a trainer needs of a rollout: the part of `loudfail.harness.port.Rollout` that `LocalRollout` has too."""
+
+    def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport: ...
+
+    def adapter_version(self) -> int | None: ...
+
+    def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]: ...
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]: ...
+
+    def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory: ...
+
+
 class LocalRollout:
-    """`loudfail.harness.port.Rollout`, as far as a trainer uses it, on a port's actor.
+    """A `Sampler` on a port's actor.
 
     Args:
         port: offers ``objective`` and ``adapter``; gets the adapter ``rollout``.

@@ -61,13 +61,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run a command; the exit code."""
     arguments = build_parser().parse_args(list(argv))
+    out = arguments.out or Path("runs") / Path(arguments.recipe).stem
     try:
         config = read_recipe(arguments.recipe, arguments.overrides)
-        out = arguments.out or Path("runs") / Path(arguments.recipe).stem
         return train(config, out, resume=arguments.resume, certificate=arguments.certificate, ungated=arguments.ungated)
     except (ConfigProblem, Refused) as error:
         print(f"loudfail train: error: {error}", file=sys.stderr)
         return USAGE
+    except OSError as error:  # a full disk: every file is written under a temporary name, so what was there before is whole
+        print(f"loudfail train: error: {error}; the last checkpoint in {out / 'checkpoints'} is whole: go on with --resume", file=sys.stderr)
+        return STOPPED
 
 
 def train(
@@ -87,9 +90,11 @@ def train(
         0 done, 1 a monitor stopped the run, 2 interrupted after a checkpoint was saved.
 
     Raises:
-        Refused, ConfigProblem: the run cannot start; nothing was trained.
+        Refused, ConfigProblem, UsageProblem: the run cannot start; nothing was trained.
+        OSError: a file could not be written; checkpoints that were there are whole.
     """
     from loudfail.harness.environment import PeakMemory
+    from loudfail.harness.options import prepare_folder
     from loudfail.harness.progress import StatusLine
     from loudfail.harness.record import plain, write_json
     from loudfail.harness.violation import Unavailable, Uncovered
@@ -101,6 +106,7 @@ def train(
     saved = find_checkpoint(out, resume, config)
     if resume is None and checkpoint.listed(out / "checkpoints"):
         raise Refused(f"{out} holds checkpoints of an earlier run; go on with --resume, or choose another --out")
+    prepare_folder(out, ())
     line.show(f"loading {config.model.port}", now=True)
     try:
         run = set_up(config, port, warn=line.print)
@@ -109,7 +115,6 @@ def train(
     first = run.ranks.rank == 0
     status, message, history = "done", "", []
     try:
-        out.mkdir(parents=True, exist_ok=True)
         metrics = out / "metrics.jsonl"
         with interruption() as interrupted:
             if saved is not None:
@@ -222,7 +227,7 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
 
     from loudfail.trainer import adapters, loop, monitor
     from loudfail.trainer.parallel import Ranks
-    from loudfail.trainer.sampler import LocalRollout
+    from loudfail.trainer.sampler import LocalRollout, Sampler
 
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -237,7 +242,7 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
     if unknown := set(config.data.extent) - set(port.extents):
         raise ConfigProblem(f"data.extent names {sorted(unknown)}; the port has {', '.join(port.extents)}")
     adapters.prepare(port, config.seed, config.model.rank, config.model.alpha)
-    rollout = LocalRollout(port, config.micro_batch) if config.rollout.engine == "local" else port.engine(config.rollout.tp)
+    rollout: Sampler = LocalRollout(port, config.micro_batch) if config.rollout.engine == "local" else port.engine(config.rollout.tp)
     trainable = list(port.trainable().values())
     optimizer = torch.optim.AdamW(trainable, lr=config.optimizer.learning_rate, weight_decay=config.optimizer.weight_decay)
     run = loop.Run(
@@ -262,7 +267,8 @@ def make_score(config: Config, port: Port) -> Score:
         raise ConfigProblem(f"reward: {error}") from error
 
     def score(latents: Any, prompts: Sequence[str]) -> Any:
-        return reward.score(LatentMedia.split(latents) if config.reward.on == "latents" else port.decode(latents), prompts)
+        media: Any = LatentMedia.split(latents) if config.reward.on == "latents" else port.decode(latents)
+        return reward.score(media, prompts)
 
     return score
 
@@ -342,7 +348,7 @@ def find_checkpoint(out: Path, resume: str | None, config: Config) -> Checkpoint
 def interruption() -> Iterator[list[int]]:
     """A list that gets the number of the first SIGTERM or SIGINT; the second one acts as usual."""
     seen: list[int] = []
-    previous: dict[int, Any] = {}
+    previous: dict[signal.Signals, Any] = {}
 
     def note(number: int, _: Any) -> None:
         seen.append(number)
@@ -350,15 +356,15 @@ def interruption() -> Iterator[list[int]]:
             signal.signal(one, handler)
 
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, note)
+        for one in (signal.SIGTERM, signal.SIGINT):
+            previous[one] = signal.signal(one, note)
     except ValueError:  # not the main thread: signals are somebody else's
         previous.clear()
     try:
         yield seen
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for one, handler in previous.items():
+            signal.signal(one, handler)
 
 
 def summarize(run: Run, history: list[dict[str, Any]], validation: list[dict[str, float]]) -> dict[str, Any]:
