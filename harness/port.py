@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from loudfail.harness.case import Case
-from loudfail.harness.violation import Uncovered
+from loudfail.harness.violation import Unavailable, Uncovered
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "engine": ("engine",),
     "prompt": ("tokenize", "encode_prompt", "rollout_prompt"),
     "media": ("decode",),
-    "reward": ("score",),
+    "reward": ("reward",),
     "condition": ("given_latents", "observe"),
     "trained": ("trained_batch",),
 }
@@ -179,7 +179,7 @@ class Rollout(Protocol):
         """The version that is active in every rank; None when there is none.
 
         Raises:
-            RuntimeError: the ranks disagree.
+            Violation: the ranks disagree.
         """
 
     def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -202,6 +202,76 @@ class Rollout(Protocol):
         """Qualified names of the upstream classes that ran."""
 
 
+class Arrival(Protocol):
+    """One thing that arrived at a scorer's own model.
+
+    Attributes:
+        at: the module or function, such as ``ClapModel.audio_model``.
+        name: the argument.
+        value: a copy; a tensor, or a list of waveforms ``(samples,)``.
+        rate: the sample rate in Hz that the callee was told; None where it is told none.
+    """
+
+    at: str
+    name: str
+    value: Any
+    rate: int | None
+
+
+class Reward(Protocol):
+    """What scores media: named sub-scores and their weighted sum ``total``.
+
+    Attributes:
+        outputs: sub-score → what it depends on, out of the port's modalities and ``prompt``; a change of anything else must leave it as it was.
+            ``total`` is one of them.
+        weights: sub-score → its weight in the total; one for each, all finite and at least 0.
+        missing: scorers that belong to this reward but are not here → why; empty if none. Their sub-scores are in neither of the two above.
+    """
+
+    outputs: Mapping[str, frozenset[str]]
+    weights: Mapping[str, float]
+    missing: Mapping[str, str]
+
+    def score(self, media: Sequence[Any], prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Score a batch.
+
+        Args:
+            media: one item a sample, as `Port.decode` gives them: an attribute for each modality.
+            prompts: the prompt of the sample at the same position.
+
+        Returns:
+            Every sub-score and ``total``, each ``(batch,)`` floating, finite, higher is better.
+
+        Raises:
+            Exception: any sample could not be scored by any scorer; no error becomes a number.
+        """
+
+    def watch(self) -> AbstractContextManager[Sequence[Arrival]]:
+        """Record what arrives at the scorers' own models while inside."""
+
+    def models(self) -> Mapping[str, torch.nn.Module]:
+        """The real modules that score, by name, so that checks can make them fail."""
+
+    def origins(self) -> Mapping[str, str]:
+        """Qualified name of each class that scores → which weights it has: real, tiny random, or none because the scorer is synthetic."""
+
+
+def find_reward(target: str) -> Reward:
+    """Call the function ``package.module:function`` that makes a reward. It is found by name, as ports are, since the harness knows no reward.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
+    from pkgutil import resolve_name
+
+    try:
+        make = resolve_name(target)
+    except ImportError as error:
+        raise Unavailable(f"no reward {target}: {error}") from error
+    reward: Reward = make()
+    return reward
+
+
 class Port:
     """Base class of ports. Subclasses override the methods of the seams that they offer.
 
@@ -213,6 +283,8 @@ class Port:
         adapter: the LoRA configuration under test.
         given_sigma: noise level at which given rows are held and that the model is told for them; 0 where they are clean.
         shift: the published shift s of each modality's even sigma grid, ``s·u / (1 + (s − 1)·u)``; empty where the schedule is of another kind.
+        rates: the published rate of each decoded modality: frames or samples a second; empty where nothing is decoded.
+        scorers: ``package.module:function`` that makes the `Reward`, for `find_reward`; a subclass names another one.
         time_axis: the axis of one sample's latents, per modality, that is time; empty where none is. `RowTable.position` has time as its first axis.
     """
 
@@ -225,6 +297,8 @@ class Port:
     actor: Any
     given_sigma: float = 0.0
     shift: Mapping[str, float] = {}
+    rates: Mapping[str, float] = {}
+    scorers: str = ""
     time_axis: Mapping[str, int] = {}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
@@ -340,11 +414,15 @@ class Port:
 
     # -- media, reward -----------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Latents) -> Any:
-        """Clean latents → media with rates and layout."""
+        """Clean latents → media with rates and layout: one item a sample, with an attribute for each modality (`loudfail.harness.media`)."""
         raise NotImplementedError
 
-    def score(self, media: Any, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Named sub-scores, one value a sample each."""
+    def reward(self) -> Reward:
+        """What scores the decoded media. Made once, then reused.
+
+        Raises:
+            Unavailable: not installed.
+        """
         raise NotImplementedError
 
     # -- condition ---------------------------------------------------------------------------------------------------------------------------
@@ -382,6 +460,7 @@ class Port:
             "weights": self.weights or "built-in",
             "dtype": self.dtype,
             "device": self.device,
+            "scorers": self.scorers,
             "adapter": {"rank": self.adapter.rank, "alpha": self.adapter.alpha, "targets": list(self.adapter.targets)},
         }
 

@@ -223,14 +223,16 @@ def _check_media(port: Port, case: Case, latents: Mapping[str, Any]) -> None:
         except Unavailable:
             return
     if offers(port, "reward"):
-        with _calling("score"):
+        with _calling("reward"):
             try:
-                scores = port.score(media, case.prompts)
+                reward = port.reward()
             except Unavailable:
                 return
-            _need(bool(scores), "score() gave no sub-score")
+        with _calling("reward().score"):
+            scores = reward.score(media, case.prompts)
+            _check_keys("reward().score", scores, list(reward.outputs))
             for name, value in scores.items():
-                _check_tensor(f"score()[{name!r}]", value, port, shape=(case.batch,), dtype=None)
+                _check_tensor(f"reward().score()[{name!r}]", value, port, shape=(case.batch,), dtype=None)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loudfail.trainer.rewards.scorer import Scorer
+from loudfail.harness.violation import Unavailable
+from loudfail.trainer.rewards.scorer import Scorer, WeightedSum
 
 TINY = "tiny-random"
 
@@ -42,6 +43,12 @@ def _synthetic(source: str, device: str) -> Scorer:
     return SyntheticScorer()
 
 
+def _loudness_brightness(source: str, device: str) -> Scorer:
+    from loudfail.trainer.rewards.synthetic import LoudnessBrightnessScorer
+
+    return LoudnessBrightnessScorer()
+
+
 #: Name → its constructor, and whether it must be told where its weights are.
 SCORERS: dict[str, tuple[Callable[[str, str], Scorer], bool]] = {
     "clap": (_clap, True),
@@ -49,6 +56,7 @@ SCORERS: dict[str, tuple[Callable[[str, str], Scorer], bool]] = {
     "imagebind": (_imagebind, True),
     "event_text": (_event_text, False),
     "synthetic": (_synthetic, False),
+    "loudness_brightness": (_loudness_brightness, False),
 }
 
 
@@ -66,3 +74,19 @@ def make_scorer(spec: str, device: str = "cpu") -> Scorer:
     if needs != bool(source):
         raise ValueError(f"{spec!r}: write {name}=PATH to its weights, or {name}={TINY}" if needs else f"{spec!r}: {name} takes no source")
     return make(source, device)
+
+
+def tiny_reward() -> WeightedSum:
+    """The reward that the gate runs on decoded media.
+
+    The real classes of CLAP and, if its package is here, of ImageBind, with tiny random weights; and a synthetic agreement of loudness with
+    brightness, so that sound and picture are both scored without ImageBind too. The weights of the sum all differ, so that a mix-up shows.
+    """
+    scorers = [make_scorer(f"clap={TINY}"), make_scorer("loudness_brightness")]
+    missing = {}
+    try:
+        scorers.append(make_scorer(f"imagebind={TINY}"))
+    except Unavailable as error:
+        missing["imagebind"] = str(error)
+    names = [name for scorer in scorers for name in scorer.outputs]
+    return WeightedSum(scorers, {name: 1 / (2 + i) for i, name in enumerate(names)}, missing=missing)

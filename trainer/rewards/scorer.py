@@ -178,6 +178,7 @@ class WeightedSum(Scorer):
     Args:
         scorers: scorers with different sub-scores.
         weights: one finite weight for *every* sub-score; 0 keeps it as a report only. Negative weights are refused: sub-scores are higher-is-better.
+        missing: scorers that were wanted and are not here → why; stated by `describe`, never part of the total.
 
     Raises:
         ValueError: a sub-score without a weight, a weight without a sub-score, a name given twice, or no positive weight.
@@ -186,6 +187,7 @@ class WeightedSum(Scorer):
     scorers: Sequence[Scorer]
     weights: Mapping[str, float]
     name: str = "total"
+    missing: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, frozenset[str]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,6 +224,21 @@ class WeightedSum(Scorer):
 
     def provenance(self) -> tuple[Provenance, ...]:
         return tuple(p for scorer in self.scorers for p in scorer.provenance())
+
+    def describe(self) -> str:
+        return "\n".join([super().describe(), *(f"{name}: missing, {why}" for name, why in self.missing.items())])
+
+    def origins(self) -> dict[str, str]:
+        """Class that scores → scorer and weights, in words; a missing scorer by its name."""
+        here = {name: f"{p.scorer}, {p.weights} weights" for p in self.provenance() for name in p.classes}
+        return here | {name: f"missing, {why}" for name, why in self.missing.items()}
+
+    def entries(self) -> Mapping[str, torch.nn.Module]:
+        return {f"{scorer.name}/{at}": module for scorer in self.scorers for at, module in scorer.entries().items()}
+
+    def models(self) -> Mapping[str, torch.nn.Module]:
+        """`entries`: every module that scores."""
+        return self.entries()
 
     def attach(self, arrivals: list[Arrival], stack: ExitStack) -> None:
         for scorer in self.scorers:

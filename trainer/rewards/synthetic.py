@@ -1,4 +1,8 @@
-"""The synthetic world's reward as a scorer. It scores clean latents, not decoded media: a tiny random decoder leaves no meaning in the media."""
+"""Scorers without a model.
+
+The synthetic world's reward scores clean latents, not decoded media: a tiny random decoder leaves no meaning in the media. The agreement of loudness
+with brightness scores media; it says whether sound and picture arrive, not whether they are good.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 
 from loudfail.harness import synthetic
+from loudfail.trainer.rewards.audio import mix_down
 from loudfail.trainer.rewards.scorer import Provenance, Scorer, ScorerFailed, Scores
 
 
@@ -43,3 +48,27 @@ class SyntheticScorer(Scorer):
 
     def provenance(self) -> tuple[Provenance, ...]:
         return (Provenance(self.name, "synthetic", "templates and brightness, no model", ("loudfail.harness.synthetic",)),)
+
+
+class LoudnessBrightnessScorer(Scorer):
+    """How well the loudness of each frame's stretch of sound follows the frame's brightness: the mean over frames of ``exp(−(b − l)² / 0.5)``.
+
+    ``b`` is the frame's mean pixel in [0, 1]; ``l`` is twice the root mean square of the sound while the frame is shown, silence beyond its end.
+    """
+
+    name = "loudness_brightness"
+    outputs = {"loudness_brightness": frozenset({"audio", "video"})}
+
+    def measure(self, media: Sequence[Any], prompts: Sequence[str]) -> Scores:
+        return {"loudness_brightness": torch.tensor([self._agreement(item) for item in media], dtype=torch.float64)}
+
+    def _agreement(self, item: Any) -> float:
+        power = torch.cat([torch.zeros(1, dtype=torch.float64), mix_down(item.audio).double().square().cumsum(0)])
+        brightness = torch.tensor(item.video.frames).double().mean((1, 2, 3)) / 255
+        edges = torch.arange(len(brightness) + 1, dtype=torch.float64) * (item.audio.sample_rate / item.video.fps)
+        reached = power[edges.round().long().clamp(max=len(power) - 1)]
+        mean = (reached[1:] - reached[:-1]) / (item.audio.sample_rate / item.video.fps)
+        return float(torch.exp(-((brightness - 2 * mean.sqrt()) ** 2) / 0.5).mean())
+
+    def provenance(self) -> tuple[Provenance, ...]:
+        return (Provenance(self.name, "synthetic", "no model", (f"{type(self).__module__}.{type(self).__qualname__}",)),)
