@@ -106,10 +106,10 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path: Path, monkeypatc
     train.train(small(checkpoints={"every": 0}), whole, port=ToyActor())
     refresh = loop.refresh_old
 
-    def killed(run: loop.Run, step: int) -> float | None:
+    def killed(run: loop.Run, step: int, before: Any) -> float | None:
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return refresh(run, step)
+        return refresh(run, step, before)
 
     monkeypatch.setattr(loop, "refresh_old", killed)
     assert train.train(small(checkpoints={"every": 0}), cut, port=ToyActor()) == train.INTERRUPTED
@@ -285,7 +285,7 @@ def audio_left_out(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
 
 
 def never_refreshed(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loop, "refresh_old", lambda run, step: 0.0)
+    patch.setattr(loop, "refresh_old", lambda run, step, before: 0.0)
 
 
 def not_finite(run: loop.Run, patch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,20 @@ class Batch:
 
 @dataclass
 class Update:
-    """What an update did: mean loss parts, gradient norms, what its first model call really got, and the sigmas that each was told."""
+    """What an update did.
+
+    Attributes:
+        parts: means of the loss and its parts.
+        gradient_norm: of the last epoch, before clipping.
+        prediction_gradients: modality → norm of the loss's gradient in the predicted velocity.
+        calls: what the first model call really got; and ``first_x0``, its clean latents.
+        told: the sigmas that each training call was told.
+    """
 
     parts: dict[str, float]
     gradient_norm: float
     prediction_gradients: dict[str, float]
-    first_call: monitor.Call
+    calls: list[monitor.Call]
     first_x0: Latents
     told: list[Latents]
 
@@ -117,12 +125,12 @@ def train_step(run: Run) -> dict[str, Any]:
     with timed(run, "monitors"):
         seen |= run.watch.judge(
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
-            monitor.training_noise(update.first_call, update.first_x0),
+            monitor.training_noise(update.calls[0], update.first_x0),
             monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls)),
         )
 
     before = port.adapter_state(adapters.OLD)
-    decay = refresh_old(run, step)
+    decay = refresh_old(run, step, before)
     hand_over(run)
     with timed(run, "monitors"):
         seen |= run.watch.judge(*after_hand_over(run, before, decay))
@@ -158,77 +166,98 @@ def draw(run: Run, step: int) -> Batch:
     return batch
 
 
+@dataclass
+class Piece:
+    """One model call of an update: samples of one prompt at one noise level a modality. Latents are modality → ``(b, *shape)``."""
+
+    rows: list[int]
+    conditions: list[Conditions]
+    clean: Latents
+    sigmas: Latents
+    latents: Latents
+    target: Latents
+
+
 def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probability: torch.Tensor) -> Update:
     """Train ``default`` on the samples: each prompt's at some noise levels of the grid that the rollout walked, one optimizer step an epoch."""
     config, port, algorithm = run.config, run.port, run.config.algorithm
     weights = modality_weights(run)
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
-    pairs = [{m: float(sigma[0]) for m, sigma in step.sigmas.items()} for step in trajectory.steps]  # one noise level a modality, as really walked
     parameters = list(port.trainable().values())
-    draws = [(place, number) for number in range(algorithm.sigmas) for place in run.ranks.share(algorithm.prompts)]
-    sums: dict[str, float] = {}
-    squares = dict.fromkeys(weights, 0.0)
-    first: monitor.Call | None = None
-    told: list[Latents] = []
-    norm = 0.0
+    trained = len(batch.groups) * algorithm.sigmas  # samples times noise levels
+    update = Update({}, 0.0, dict.fromkeys(weights, 0.0), [], {}, [])
     for epoch in range(algorithm.epochs):
         on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
+        pieces = draw_pieces(run, epoch, batch, trajectory, x0)
+        references = velocities(port, None, pieces) if settings.reference > 0 else [None] * len(pieces)
+        olds = [None] * len(pieces) if on_policy else velocities(port, adapters.OLD, pieces)
         run.optimizer.zero_grad()
-        levels = draw_levels(run, epoch, algorithm.prompts * algorithm.sigmas, len(pairs))
-        for place, number, rows in pieces_of(draws, run.ranks, algorithm.samples, config.micro_batch):
-            level = levels[number * algorithm.prompts + place]
-            index = torch.tensor(rows, device=port.device)
-            conditions = [batch.conditions[row] for row in rows]
-            clean = {m: x[index] for m, x in x0.items()}
-            fresh = noise_of(run, f"train/{run.step}/{epoch}/{number}/{place}", algorithm.samples)
-            noise = {m: x[[row % algorithm.samples for row in rows]].to(port.device) for m, x in fresh.items()}
-            sigmas = {m: torch.full((len(rows),), pairs[level][m], device=port.device) for m in clean}
-            latents = noised(clean, noise, sigmas)
-            target = {m: noise[m] - clean[m] for m in clean}
-
+        for piece, old, reference in zip(pieces, olds, references, strict=True):
             with monitor.first_training_call(port) as calls:
-                velocity = port.predict_velocity(latents, sigmas, conditions)
-            told.append(calls[0].sigmas)
-            if first is None:
-                first, first_x0 = calls[0], clean
-            with torch.no_grad():
-                if on_policy:  # θ = old, bit for bit: the same call would give the same velocity
-                    old = {m: v.detach() for m, v in velocity.items()}
-                else:
-                    with port.using(adapters.OLD):
-                        old = port.predict_velocity(latents, sigmas, conditions)
-                reference = None
-                if settings.reference > 0:
-                    with port.using(None):
-                        reference = port.predict_velocity(latents, sigmas, conditions)
+                velocity = port.predict_velocity(piece.latents, piece.sigmas, piece.conditions)
             for v in velocity.values():
                 v.retain_grad()
-            losses, parts = nft.objective(velocity, old, target, sigmas, probability[index.cpu()].to(port.device), settings, reference)
-            (losses.sum() / (len(batch.groups) * algorithm.sigmas)).backward()
+            # On policy, θ = old bit for bit: the same call would give the same velocity.
+            old = old or {m: v.detach() for m, v in velocity.items()}
+            r = probability[piece.rows].to(port.device)
+            losses, parts = nft.objective(velocity, old, piece.target, piece.sigmas, r, settings, reference)
+            (losses.sum() / trained).backward()
 
+            share = len(piece.rows) / trained / algorithm.epochs
+            for name, value in (parts | {"loss": float(losses.detach().mean())}).items():
+                update.parts[name] = update.parts.get(name, 0.0) + share * value
             for m, v in velocity.items():
-                squares[m] += 0.0 if v.grad is None else float(v.grad.double().square().sum())
-            share = len(rows) / (len(batch.groups) * algorithm.sigmas * algorithm.epochs)
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-            sums["loss"] = sums.get("loss", 0.0) + share * float(losses.detach().mean())
+                update.prediction_gradients[m] += 0.0 if v.grad is None else float(v.grad.double().square().sum())
+            if not update.calls:
+                update.calls, update.first_x0 = calls, piece.clean
+            update.told.append(calls[0].sigmas)
         run.ranks.average_gradients(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
-        if not math.isfinite(norm):  # whatever the policy: a step with it would destroy the adapter
+        update.gradient_norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
+        if not math.isfinite(update.gradient_norm):  # whatever the policy: a step with it would destroy the adapter
             raise monitor.MonitorFired([monitor.Reading("finite_gradient", math.inf, sys.float_info.max, "no optimizer step was taken")])
         run.optimizer.step()
     run.optimizer.zero_grad()
-    assert first is not None  # there is at least one piece and one sigma
-    return Update(sums, norm, {m: value**0.5 for m, value in squares.items()}, first, first_x0, told)
+    update.prediction_gradients = {m: value**0.5 for m, value in update.prediction_gradients.items()}
+    return update
 
 
-def refresh_old(run: Run, step: int) -> float | None:
-    """Move the old policy by its schedule; the decay used, None when no refresh is due."""
+def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: Latents) -> list[Piece]:
+    """The model calls of an update. The samples of a prompt share layout and noise level, so they go in one call, or in as few as fit.
+
+    Levels are those of the trajectory, one a modality and call, drawn one a stratum, in random order: the level decides the loss more than r does.
+    """
+    config, port, algorithm = run.config, run.port, run.config.algorithm
+    pairs = [{m: float(sigma[0]) for m, sigma in step.sigmas.items()} for step in trajectory.steps]
+    levels = draw_levels(run, epoch, algorithm.prompts * algorithm.sigmas, len(pairs))
+    pieces = []
+    for number in range(algorithm.sigmas):
+        for group, place in enumerate(run.ranks.share(algorithm.prompts)):
+            pair = pairs[levels[number * algorithm.prompts + place]]
+            fresh = noise_of(run, f"train/{run.step}/{epoch}/{number}/{place}", algorithm.samples)
+            for first in range(0, algorithm.samples, config.micro_batch):
+                members = list(range(first, min(first + config.micro_batch, algorithm.samples)))
+                rows = [group * algorithm.samples + member for member in members]
+                clean = {m: x[rows] for m, x in x0.items()}
+                noise = {m: x[members].to(port.device) for m, x in fresh.items()}
+                sigmas = {m: torch.full((len(rows),), pair[m], device=port.device) for m in clean}
+                conditions = [batch.conditions[row] for row in rows]
+                pieces.append(Piece(rows, conditions, clean, sigmas, noised(clean, noise, sigmas), {m: noise[m] - clean[m] for m in clean}))
+    return pieces
+
+
+def velocities(port: Port, adapter: str | None, pieces: Sequence[Piece]) -> list[Latents]:
+    """Velocities of a policy that does not train, of all pieces in a row: switching the adapter costs more than a small model's call."""
+    with torch.no_grad(), port.using(adapter):
+        return [port.predict_velocity(piece.latents, piece.sigmas, piece.conditions) for piece in pieces]
+
+
+def refresh_old(run: Run, step: int, before: Mapping[str, torch.Tensor]) -> float | None:
+    """Move the old policy from its state ``before`` by its schedule; the decay used, None when no refresh is due."""
     algorithm, port = run.config.algorithm, run.port
     if (step + 1) % algorithm.old_every:
         return None
     decay = nft.old_decay(algorithm.old, step)
-    port.load_adapter(adapters.OLD, nft.refreshed(port.adapter_state(adapters.OLD), port.adapter_state(adapters.TRAINED), decay))
+    port.load_adapter(adapters.OLD, nft.refreshed(before, port.adapter_state(adapters.TRAINED), decay))
     return decay
 
 
@@ -275,16 +304,8 @@ def validate(run: Run) -> dict[str, float]:
     return {name: float(value.mean()) for name, value in run.score_again(final, prompts).items()}
 
 
-def pieces_of(draws: Sequence[tuple[int, int]], ranks: Ranks, samples: int, micro_batch: int) -> Iterator[tuple[int, int, list[int]]]:
-    """``(place, number, rows)`` of every model call: samples of one prompt share layout and noise level, so they go in one call if it fits."""
-    for place, number in draws:
-        start = (place - ranks.rank) // ranks.size * samples  # rows of this prompt in this process's batch
-        for first in range(0, samples, micro_batch):
-            yield place, number, list(range(start + first, start + min(first + micro_batch, samples)))
-
-
 def draw_levels(run: Run, epoch: int, count: int, calls: int) -> list[int]:
-    """``count`` model calls out of ``calls``, one a stratum, in random order, the same in every process: the level decides the loss more than r."""
+    """``count`` model calls out of ``calls``, one from each of ``count`` equal strata, in random order; the same in every process."""
     generator = Case(seed=run.config.seed).generator(f"levels/{run.step}/{epoch}")
     strata = torch.randperm(count, generator=generator)
     places = (strata + torch.rand(count, generator=generator, dtype=torch.float64)) / count
