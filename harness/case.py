@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from hypothesis.strategies import SearchStrategy
 
-    from loudfail.harness.port import Port
+    from loudfail.harness.port import Conditions, Port
 
 Latents = "dict[str, torch.Tensor]"
 
@@ -77,6 +77,21 @@ PROMPTS = (
     "<|im_start|> spoken literally",
     "a  double  space",
 )
+
+
+def largest(port: Port, **fields: Any) -> Case:
+    """The port's largest case, with `LONG_PROMPT`, and the given fields replaced."""
+    return Case(**({"extent": {axis: max(sizes) for axis, sizes in port.extents.items()}, "prompts": (LONG_PROMPT,)} | fields))
+
+
+def mixed_conditions(port: Port, case: Case) -> list[Conditions]:
+    """Conditions of each sample with the port's condition modes in turn, so that one batch holds different ones."""
+    modes = [replace(case, given=port.givens[index % len(port.givens)]) for index in range(case.batch)]
+    return [port.conditions(mode)[index] for index, mode in enumerate(modes)]
+
+
+#: A prompt of a few hundred tokens: longer than the 77 and 128 that other models' encoders and padded buffers hold.
+LONG_PROMPT = " ".join(f"In scene {n}, a bell rings {n} times while rain falls on the quay and somebody whispers {n * n}." for n in range(2, 7))
 
 
 def cases(*, batch: tuple[int, int] = (1, 3), given: bool = True, text: bool = False) -> Callable[[Port], SearchStrategy[Case]]:

@@ -50,6 +50,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "media": ("decode",),
     "reward": ("reward",),
     "condition": ("given_latents", "observe"),
+    "reference": ("reference_prompt", "reference_conditions"),
+    "presentation": ("rollout_conditions",),
     "trained": ("trained_batch",),
 }
 
@@ -428,6 +430,24 @@ class Port:
     # -- condition ---------------------------------------------------------------------------------------------------------------------------
     def given_latents(self, case: Case) -> list[dict[str, torch.Tensor]]:
         """The clean given latents of each sample, by name, independent of `conditions`."""
+        raise NotImplementedError
+
+    # -- reference, presentation -------------------------------------------------------------------------------------------------------------
+    def reference_prompt(self, text: str) -> tuple[int, ...]:
+        """The ids that the vendor's own pipeline feeds its text encoder for a prompt string, read off the encoder's input by a hook."""
+        raise NotImplementedError
+
+    def reference_conditions(self, case: Case) -> list[Conditions]:
+        """What the vendor's own pipeline makes of the case's prompt strings and given frames, with the seeds that `conditions` documents.
+
+        Shares with `conditions` the models (text encoder, tokenizer, autoencoder) and nothing else. `Conditions.extra` holds, under the names that
+        `conditions` uses, what else of the pipeline's results belongs to the conditions; what stands there is compared name by name.
+        """
+        raise NotImplementedError
+
+    def rollout_conditions(self, case: Case) -> list[Conditions]:
+        """What the rollout's own presentation and encoder make of the dataset's ids and the given frames: ``prompt_ids``, ``embeds`` and, under the
+        names of `reference_conditions`, integers such as the ids at the encoder's input or tags of rows; ``given`` is empty."""
         raise NotImplementedError
 
     # -- trained -----------------------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def _drive(invariant: Invariant, port: Port, arguments: dict[str, Any], examples
         invariant.function(**arguments)
         return 1
     import hypothesis
+    import hypothesis.errors
 
     calls = 0
 
@@ -101,5 +102,12 @@ def _drive(invariant: Invariant, port: Port, arguments: dict[str, Any], examples
     )(test)
     # Our own seed instead of `derandomize`, so that it can be changed, is shown, and does not depend on the source text.
     test = hypothesis.seed(zlib.crc32(f"{invariant.id}/{seed}".encode()))(test)
-    test()
+    try:
+        test()
+    except hypothesis.errors.Flaky as flaky:
+        # A claim that is false only sometimes is false.
+        first = next((one for one in getattr(flaky, "exceptions", ()) if isinstance(one, Violation)), None)
+        if first is None:
+            raise
+        raise Violation(first.got, f"{show(first.want)}; the same input held when it was tried again", first.bound, first.where) from flaky
     return calls

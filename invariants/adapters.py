@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from loudfail.harness.case import Case, cases, smallest
-from loudfail.harness.compare import chart, relative_error, require, require_at_least, require_close, require_each_close, require_equal
+from loudfail.harness.compare import chart, note, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import AdapterConfig, Port, random_adapter
 from loudfail.harness.registry import BOTH, invariant
+from loudfail.harness.violation import Violation
 
 
 def configs(port: Port) -> Any:
@@ -17,7 +18,10 @@ def configs(port: Port) -> Any:
     from hypothesis import strategies as st
 
     return st.builds(
-        AdapterConfig, rank=st.sampled_from([4, 6, 16, 64]), alpha=st.sampled_from([1.0, 7.0, 12.0, 128.0]), targets=st.just(port.adapter.targets)
+        AdapterConfig,
+        rank=st.sampled_from([1, 6, 16, 32, 48, 64, 100, 128]),
+        alpha=st.sampled_from([1.0, 7.0, 12.0, 128.0]),
+        targets=st.just(port.adapter.targets),
     )
 
 
@@ -234,20 +238,24 @@ def each_adapter_name_selects_its_own_weights(port: Port, case: Case, seed: int)
 
 @invariant("adapter", examples=3, seed=seeds)
 def a_loaded_state_comes_back_bit_for_bit(port: Port, seed: int) -> None:
-    """What is loaded into an adapter is what is read back: names, shapes and every bit (in the dtype of the adapter), and reading gives copies.
+    """What is loaded into ``default`` and ``old`` is what is read back from each: names, shapes and every bit, and reading gives copies.
 
     Hand-over and checkpoints both go through this pair. A state that aliases the live weights changes under the reader's hands.
     """
-    state = random_adapter(port, port.adapter, seed)
-    port.load_adapter("default", state)
-    back = port.adapter_state("default")
-    require(set(back) == set(state), got=sorted(set(back) ^ set(state))[:4], want="the same names", where="adapter default")
-    for name, value in state.items():
-        require_equal(back[name], value, where=name)
-        back[name].zero_()
-    again = port.adapter_state("default")
-    for name, value in state.items():
-        require_equal(again[name], value, where=f"{name}, after writing into the copy")
+    if "old" not in port.adapter_names():
+        port.add_adapter("old", port.adapter)
+    states = {"default": random_adapter(port, port.adapter, seed), "old": random_adapter(port, port.adapter, seed + 1)}
+    for adapter, state in states.items():
+        port.load_adapter(adapter, state)
+    for adapter, state in states.items():
+        back = port.adapter_state(adapter)
+        require(set(back) == set(state), got=sorted(set(back) ^ set(state))[:4], want="the same names", where=f"adapter {adapter}")
+        for name, value in state.items():
+            require_equal(back[name], value, where=f"{adapter}, {name}")
+            back[name].zero_()
+        again = port.adapter_state(adapter)
+        for name, value in state.items():
+            require_equal(again[name], value, where=f"{adapter}, {name}, after writing into the copy")
 
 
 @invariant("adapter", "objective")
@@ -268,3 +276,59 @@ def adapter_strength_grows_with_b(port: Port) -> None:
         effect = once[modality] - base[modality]
         require_at_least(relative_error(once[modality], base[modality]), port.bound(float32=1e-5, bfloat16=1e-3), where=f"{modality}, effect")
         require_close(twice[modality] - base[modality], 2 * effect, bound=port.bound(float32=0.02, bfloat16=1.0), where=f"{modality}, doubled")
+
+
+@invariant("adapter", "objective")
+def the_gradient_is_the_derivative_of_the_velocity(port: Port) -> None:
+    """For each modality and for A and B on their own, the gradient predicts how the velocity changes along random directions and along itself.
+
+    A gradient can be reversed, scaled or partly lost (a hook, a detached branch, a custom backward) while every value is right; the optimizer then
+    walks elsewhere. Oracle: central differences of the velocity itself, in float64 sums.
+    """
+    case = smallest(port, seed=14, prompts=("rain",), given=max(port.givens, key=len))
+    port.load_adapter("default", random_adapter(port, port.adapter, 71))
+    port.select_trainable("default")
+    call = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
+    weights = case.normal("weights", port.shapes(case))
+    parameters = port.trainable()
+    bound = port.bound(float32=0.05, bfloat16=1.0)
+    generator = case.generator("directions")
+    worst: Violation | None = None
+    for modality in port.modalities:
+        value = port.predict_velocity(*call)[modality].double()
+        loss = (value * weights[modality].to(value)).sum()
+        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
+        for factor in ("lora_A", "lora_B"):
+            chosen = [name for name in parameters if factor in name]
+            gradient = {n: torch.zeros_like(parameters[n]) if gradients[n] is None else gradients[n] for n in chosen}
+            size = sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5
+            require_at_least(size, 1e-12, where=f"{modality}, {factor}, size of the gradient")
+            random = [{n: torch.randn(parameters[n].shape, generator=generator).to(parameters[n]) for n in chosen} for _ in range(2)]
+            for kind, direction in [("random", r) for r in random] + [("its own", gradient)]:
+                length = sum(float(d.double().square().sum()) for d in direction.values()) ** 0.5
+                reach = sum(float(parameters[n].detach().double().square().sum()) for n in chosen) ** 0.5
+                step = port.bound(float32=0.002, bfloat16=0.1) * reach / length
+                slope = _slope(port, call, weights, modality, {n: parameters[n] for n in chosen}, direction, step)
+                predicted = sum(float((gradient[n].double() * direction[n].double()).sum()) for n in chosen)
+                # What a random direction of this length would give on average; along the gradient itself it is the slope.
+                expected = max(abs(predicted), size * length / sum(d.numel() for d in direction.values()) ** 0.5)
+                error, where = abs(slope - predicted) / expected, f"{modality}, {factor}, {kind} direction"
+                note(error, bound, where)
+                if not error <= bound and (worst is None or error > float(worst.got)):  # type: ignore[arg-type]
+                    worst = Violation(error, f"slope {slope:.4g} as the gradient's {predicted:.4g}", bound, where)
+    if worst is not None:
+        raise worst
+
+
+@torch.no_grad()
+def _slope(port: Port, call: tuple, weights: dict, modality: str, parameters: dict, direction: dict, step: float) -> float:
+    """Central difference of the weighted velocity of one modality along a direction."""
+    values = []
+    for sign in (1, -1):
+        for name, parameter in parameters.items():
+            parameter.add_(direction[name], alpha=sign * step)
+        out = port.predict_velocity(*call)[modality]
+        values.append(float((out.double().cpu() * weights[modality].double()).sum()))
+        for name, parameter in parameters.items():
+            parameter.sub_(direction[name], alpha=sign * step)
+    return (values[0] - values[1]) / (2 * step)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from loudfail.harness.case import Case, cases
+from loudfail.harness.case import Case, cases, largest, mixed_conditions, smallest
 from loudfail.harness.compare import chart, relative_error, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Conditions, Port, no_grad, noised
 from loudfail.harness.registry import BOTH, invariant
@@ -219,3 +219,38 @@ def a_trained_model_hears_sigma_as_the_noise_fraction(port: Port, seed: int, lev
             gain = math.log(errors[1] / errors[0])
             chart(f"time/{modality}", gain)
             require_at_least(gain, 0.02, where=f"{modality}, sigma {level:.3f}, log of the error at one minus sigma over that at sigma")
+
+
+@invariant("objective", "vendor")
+def long_sequences_follow_the_vendor(port: Port) -> None:
+    """With the longest prompt and the largest clip of the port, and every frame given that can be, the velocity is that of the vendor's loop.
+
+    Prompts are cut or padded at 77 or 128 tokens and rotary tables end: short fixtures see none of it. Oracle: the vendor's own loop.
+    """
+    case = largest(port, seed=15, given=max(port.givens, key=len))
+    conditions = port.conditions(case)
+    trajectory = port.vendor_rollout(case.normal("noise", port.shapes(case)), 3, conditions)
+    for call, step in enumerate(trajectory.steps):
+        with no_grad():
+            velocity = port.predict_velocity(step.latents, step.sigmas, conditions)
+        require_each_close(velocity, step.velocity, bound=port.bound(float32=2e-5, bfloat16=5e-2), where=f"call {call} of 3")
+
+
+@invariant("objective")
+def samples_with_different_conditions_share_a_batch(port: Port) -> None:
+    """In one batch of five, with different prompts and each condition mode in turn, every sample has the velocity that it has on its own.
+
+    Layouts, masks and levels belong to a sample. A batch that takes them from its first sample is right in every test with equal samples.
+    """
+    case = smallest(port, seed=16, prompts=("rain", "a bell rings twice", " two dogs bark", "rain", "a bell rings twice"))
+    latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), mixed_conditions(port, case)
+    with no_grad():
+        together = port.predict_velocity(latents, sigmas, conditions)
+        for index, condition in enumerate(conditions):
+            one = {m: v[index : index + 1] for m, v in latents.items()}, {m: s[index : index + 1] for m, s in sigmas.items()}, [condition]
+            alone = port.predict_velocity(*one)
+            for modality in port.modalities:
+                bound = port.bound(float32=2e-6, bfloat16=5e-2)
+                require_close(
+                    together[modality][index], alone[modality][0], bound=bound, where=f"{modality}, sample {index}, given {tuple(condition.given)}"
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loudfail.harness.case import Case, cases, smallest
+from loudfail.harness.case import Case, cases, largest, mixed_conditions, smallest
 from loudfail.harness.compare import chart, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Port, random_adapter
 from loudfail.harness.registry import BOTH, invariant
@@ -195,3 +195,91 @@ def the_rollout_hears_every_modality_of_the_noise(port: Port, tp: int) -> None:
         for modality in port.modalities:
             least = 1e-2 if modality == changed else 1e-5
             require_at_least(relative_error(result[modality], base[modality]), least, where=f"tp {tp}, noise of {changed} changed, {modality}")
+
+
+@invariant("objective", "engine", "adapter")
+def the_adapter_acts_at_every_noise_level(port: Port, tp: int) -> None:
+    """At levels from almost pure noise to almost clean, the adapter's effect is the actor's.
+
+    Caches and skip rules switch parts of the model off by level (step caches, timestep gates): right in the middle, wrong at an end.
+    """
+    levels = torch.tensor([0.999, 0.7, 0.4, 0.15, 0.05, 0.01])
+    case = smallest(port, seed=35, prompts=("rain",) * len(levels))
+    one = {m: v[:1].expand(len(levels), *v.shape[1:]).contiguous() for m, v in case.normal("latents", port.shapes(case)).items()}
+    call = one, dict.fromkeys(port.modalities, levels), port.conditions(case)
+    engine, state = port.engine(tp), random_adapter(port, port.adapter, 73)
+    port.load_adapter("default", state)
+    with torch.no_grad():
+        with port.using(None):
+            base = port.predict_velocity(*call)
+        adapted = port.predict_velocity(*call)
+    engine.remove_adapter()
+    engine_base = engine.velocity(*call)
+    hand_over(port, tp, state)
+    engine_adapted = engine.velocity(*call)
+    for modality in port.modalities:
+        for index, level in enumerate(levels.tolist()):
+            effect = adapted[modality][index] - base[modality][index]
+            got = engine_adapted[modality][index] - engine_base[modality][index]
+            require_close(got, effect, bound=port.bound(float32=2e-5, bfloat16=0.5), where=f"tp {tp}, {modality}, sigma {level:g}")
+
+
+@invariant("objective", "engine", "adapter")
+def long_sequences_agree(port: Port, tp: int) -> None:
+    """With the longest prompt, the largest clip and every frame given that can be, base velocity and adapter's effect are the actor's.
+
+    Prompts are cut or padded at 77 or 128 tokens, rotary tables end, attention switches kernels with length: short fixtures see none of it.
+    """
+    case = largest(port, seed=36, given=max(port.givens, key=len))
+    engine, state = port.engine(tp), random_adapter(port, port.adapter, 79)
+    port.load_adapter("default", state)
+    with torch.no_grad():
+        with port.using(None):
+            base = port.predict_velocity(*inputs(port, case))
+        adapted = port.predict_velocity(*inputs(port, case))
+    engine.remove_adapter()
+    engine_base = engine.velocity(*inputs(port, case))
+    hand_over(port, tp, state)
+    engine_adapted = engine.velocity(*inputs(port, case))
+    require_each_close(engine_base, base, bound=port.bound(**BASE), where=f"tp {tp}, base")
+    effect = {m: adapted[m] - base[m] for m in port.modalities}
+    got = {m: engine_adapted[m] - engine_base[m] for m in port.modalities}
+    require_each_close(got, effect, bound=port.bound(float32=2e-5, bfloat16=0.5), where=f"tp {tp}, adapter's effect")
+
+
+@invariant("objective", "engine", "adapter")
+def velocity_replay_agrees_late_in_a_long_rollout(port: Port, tp: int) -> None:
+    """In a rollout of twelve calls, the old policy returns the recorded velocity at the first, a middle and the last three calls.
+
+    Step caches reuse an earlier call's output once steps become small, which a rollout of four calls never reaches.
+    """
+    engine, state = port.engine(tp), random_adapter(port, port.adapter, 83)
+    port.load_adapter("default", state)
+    hand_over(port, tp, state)
+    case = smallest(port, seed=37, prompts=("two dogs bark",))
+    conditions = port.conditions(case)
+    trajectory = engine.rollout(case.normal("noise", port.shapes(case)), 12, conditions)
+    require(len(trajectory.steps) == 12, got=len(trajectory.steps), want=12, where=f"tp {tp}, model calls")
+    for call in (0, 5, 9, 10, 11):
+        step = trajectory.steps[call]
+        with torch.no_grad():
+            again = port.predict_velocity(step.latents, step.sigmas, conditions)
+        require_each_close(again, step.velocity, bound=port.bound(**REPLAY), where=f"tp {tp}, call {call} of 12")
+
+
+@invariant("objective", "engine")
+def a_batch_of_rollouts_is_its_samples(port: Port, tp: int) -> None:
+    """Four rollouts with different prompts, in each condition mode, end where the four end one by one.
+
+    A batch that shares the first sample's prompt, mask or noise trains every sample on another's conditions.
+    """
+    engine = port.engine(tp)
+    case = smallest(port, seed=38, prompts=("rain", "a bell rings twice", " two dogs bark", "rain"))
+    noise = case.normal("noise", port.shapes(case))
+    conditions = mixed_conditions(port, case)
+    together = engine.rollout(noise, 2, conditions).final
+    for index, condition in enumerate(conditions):
+        alone = engine.rollout({m: v[index : index + 1] for m, v in noise.items()}, 2, [condition]).final
+        for modality in port.modalities:
+            bound = port.bound(float32=2e-6, bfloat16=5e-2)
+            require_close(together[modality][index], alone[modality][0], bound=bound, where=f"tp {tp}, {modality}, sample {index}")

@@ -229,3 +229,35 @@ def a_hand_over_leaves_the_trainers_tensors_alone(port: Port, tp: int) -> None:
         require_equal(state[name], value, where=f"tp {tp}, {name}")
         state[name].add_(1.0)
     check_response(port, tp, copy, port.adapter, f"tp {tp}, after the trainer changed its tensors")
+
+
+@invariant("adapter", "engine")
+def adapters_of_every_rank_and_alpha_reach_the_rollout(port: Port, tp: int) -> None:
+    """Adapters of rank 1 to 128, with alphas above and below the rank, all arrive with their full rank and their own scale.
+
+    Buffers have a largest rank, sizes are rounded up, and alpha / rank is taken from the wrong one of two places; one rank alone shows none of it.
+    """
+    for rank, alpha in ((1, 3.0), (16, 64.0), (32, 5.0), (48, 48.0), (100, 250.0), (128, 64.0)):
+        config = AdapterConfig(rank, alpha, port.adapter.targets)
+        state = random_adapter(port, config, 100 + rank)
+        hand_over(port, tp, state, config)
+        check_response(port, tp, state, config, f"tp {tp}, rank {rank}, alpha {alpha:g}")
+
+
+@invariant("adapter", "engine")
+def a_second_base_load_takes_effect(port: Port, tp: int) -> None:
+    """Base weights that are loaded again with other values act; the first ones do not stay.
+
+    Engines repack weights after the first load and may keep the copy; a full weight sync then changes nothing.
+    """
+    engine, state = port.engine(tp), port.base_state()
+    changed = {name: value * 1.25 if value.ndim == 2 else value for name, value in state.items()}
+    try:
+        engine.load_base(changed)
+        got = engine.base_response(4, 29)
+        for name, value in changed.items():
+            if value.ndim == 2:
+                want = value.float() @ probe(value.shape[1], 4, 29).T
+                require_close(got[name], want, bound=port.bound(float32=2e-6, bfloat16=2e-2), where=f"tp {tp}, {name}, second load")
+    finally:
+        engine.load_base(state)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Trajectory, probe
-from loudfail.harness.violation import Unavailable
+from loudfail.harness.violation import Unavailable, Violation
 from loudfail.harness.world import Rank, World
 
 if TYPE_CHECKING:
@@ -127,14 +127,14 @@ class VllmOmniRollout:
         for name, value in buffers[0].items():
             for rank, other in enumerate(buffers[1:], 1):
                 if not torch.equal(value, other[name]):
-                    raise RuntimeError(f"buffer {name} of rank {rank} differs from that of rank 0")
+                    raise Violation(f"rank {rank} differs from rank 0", "the same in every rank", 0, f"buffer {name}")
             response[f"buffer:{name}"] = value
         return response
 
     def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
         reports = self.world.call(set_adapter, dict(state), config, version)
         if any(report != reports[0] for report in reports):
-            raise RuntimeError(f"the ranks bound different adapters: {reports}")
+            raise Violation(str(reports), "the same in every rank", 0, "what the ranks bound")
         return reports[0]
 
     def remove_adapter(self) -> None:
@@ -143,7 +143,7 @@ class VllmOmniRollout:
     def adapter_version(self) -> int | None:
         versions = self.world.call(adapter_version)
         if any(version != versions[0] for version in versions):
-            raise RuntimeError(f"the ranks have different adapters active: {versions}")
+            raise Violation(str(versions), "the same in every rank", 0, "active adapter version")
         return versions[0]
 
     def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ class VllmOmniRollout:
                 else:
                     for rank, piece in enumerate(slices[1:], 1):
                         if not torch.equal(piece, slices[0]):
-                            raise RuntimeError(f"{name} should be the same in every rank, but rank {rank} differs from rank 0")
+                            raise Violation(f"rank {rank} differs from rank 0", "the same in every rank", 0, name)
                     whole = slices[0]
                 module, _, leaf = name.rpartition(".")
                 actor = self.model.actor_names(module, len(shards[0].slices))[index] if leaf in ("weight", "bias", "delta") else name

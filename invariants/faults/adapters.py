@@ -285,3 +285,56 @@ def dropout_is_active(port: Port) -> Iterator[None]:
             yield
         finally:
             actor.eval()
+
+
+GRADIENT = "adapters::the_gradient_is_the_derivative_of_the_velocity"
+
+
+def _gradient_times(port: Port, factor: float) -> Any:
+    """The last modality's velocity with its value right and its gradient multiplied."""
+
+    def make(original: Any) -> Any:
+        def predict_velocity(*args: Any) -> Any:
+            result = dict(original(*args))
+            value = result[port.modalities[-1]]
+            result[port.modalities[-1]] = factor * value + (1 - factor) * value.detach()
+            return result
+
+        return predict_velocity
+
+    return inject.replace(port, "predict_velocity", make)
+
+
+@fault("adapter", "objective", catches=[GRADIENT], source="primepake/splitmeanflow #2")
+def one_modalitys_gradient_is_reversed(port: Port) -> Iterator[None]:
+    """The last modality's values are right and its gradient has the other sign."""
+    with _gradient_times(port, -1.0):
+        yield
+
+
+@fault("adapter", "objective", catches=[GRADIENT], source="Lightricks/LTX-2 #94")
+def one_modalitys_gradient_is_ten_times_too_large(port: Port) -> Iterator[None]:
+    """The last modality's values are right and its gradient is ten times as large."""
+    with _gradient_times(port, 10.0):
+        yield
+
+
+@fault("adapter", "objective", catches=[GRADIENT], source="diffusers #14274")
+def the_gradient_of_a_is_reversed(port: Port) -> Iterator[None]:
+    """A hook reverses the gradient of every A factor on its way to the optimizer's tensors."""
+    import torch
+
+    handles = [p.register_hook(torch.neg) for n, p in port.trainable().items() if "lora_A" in n]
+    try:
+        with inject.replace(port, "trainable", lambda original: original):  # counts that the hooked tensors were asked for
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], source="Tencent-Hunyuan/UniRL PR #21; verl-omni #608")
+def reading_old_gives_the_training_adapter(port: Port) -> Iterator[None]:
+    """Reading the state of ``old`` gives that of ``default``."""
+    with inject.replace(port, "adapter_state", lambda original: lambda name: original("default" if name == "old" else name)):
+        yield

@@ -206,3 +206,57 @@ def dropout_is_active(port: Port) -> Iterator[None]:
     dropout = port.actor.transformer_blocks[0].attn.to_out[1]
     with inject.replace(dropout, "forward", lambda original: lambda x: torch.nn.functional.dropout(x, 0.1, training=True)):
         yield
+
+
+@fault("objective", "vendor", catches=["conventions::long_sequences_follow_the_vendor"], source="verl-omni commit b6cd74b4 (#357)", ports=["h3"])
+def the_actor_sees_no_more_than_77_tokens(port: Port) -> Iterator[None]:
+    """The actor's copy of the prompt is cut at 77 tokens."""
+    from dataclasses import replace
+
+    def cut(condition: Any) -> Any:
+        return replace(condition, embeds=condition.embeds[:77], extra=condition.extra | {"tags": condition.extra["tags"][:77]})
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: original(latents, sigmas, [cut(one) for one in conditions])
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+@fault("objective", "vendor", catches=["conventions::long_sequences_follow_the_vendor"], source="diffusers #13922", ports=["h3"])
+def rotary_positions_end_at_120(port: Port) -> Iterator[None]:
+    """The actor's rotary clock stops at 120, where a table ends."""
+    from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3RotaryPosEmbed
+
+    here = {"predicting": False}
+
+    def predicting(original: Any) -> Any:
+        def predict_velocity(*args: Any) -> Any:
+            here["predicting"] = True
+            try:
+                return original(*args)
+            finally:
+                here["predicting"] = False
+
+        return predict_velocity
+
+    def make(original: Any) -> Any:
+        return lambda self, position_ids: original(self, position_ids.clamp(max=120) if here["predicting"] else position_ids)
+
+    with inject.replace(port, "predict_velocity", predicting), inject.replace(MiniMaxH3RotaryPosEmbed, "forward", make):
+        yield
+
+
+@fault("objective", catches=["conventions::samples_with_different_conditions_share_a_batch"], source="verl-omni commit 2e08eeff (#25)")
+def a_mixed_batch_takes_the_first_samples_conditions(port: Port) -> Iterator[None]:
+    """Where the samples of a batch have different condition modes, all of them get the first sample's."""
+
+    def make(original: Any) -> Any:
+        def predict_velocity(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            mixed = len({tuple(one.given) for one in conditions}) > 1
+            return original(latents, sigmas, [conditions[0]] * len(conditions) if mixed else conditions)
+
+        return predict_velocity
+
+    with inject.replace(port, "predict_velocity", make):
+        yield

@@ -289,3 +289,99 @@ def the_engine_answers_in_bfloat16(port: Port) -> Iterator[None]:
     """The engine's velocity is rounded to bfloat16 on its way out."""
     with inject.in_ranks(port, rounded_to_bfloat16):
         yield
+
+
+LONG = "rollout::long_sequences_agree"
+LEVELS = "rollout::the_adapter_acts_at_every_noise_level"
+LATE = "rollout::velocity_replay_agrees_late_in_a_long_rollout"
+MIXED = "rollout::a_batch_of_rollouts_is_its_samples"
+
+
+def _without_lora(rank: Any, call: Any) -> Any:
+    """Run a call with every LoRA layer of the rank switched off."""
+    layers = list(rank.state["manager"]._lora_modules.values())
+    saved = [layer._diffusion_lora_active_slices for layer in layers]
+    for layer, slices in zip(layers, saved, strict=True):
+        layer._diffusion_lora_active_slices = (False,) * len(slices)
+    try:
+        return call()
+    finally:
+        for layer, slices in zip(layers, saved, strict=True):
+            layer._diffusion_lora_active_slices = slices
+
+
+def lora_off_at_low_noise() -> Any:
+    def change(original: Any, rank: Any, x: Any, s: Any, c: Any) -> Any:
+        low = [max(float(v[i]) for v in s.values()) < 0.1 for i in range(len(c))]
+        full = original(rank, x, s, c)
+        bare = _without_lora(rank, lambda: original(rank, x, s, c))
+        return {m: torch.stack([bare[m][i] if low[i] else full[m][i] for i in range(len(c))]) for m in full}
+
+    return _engine_velocity(change)
+
+
+@fault("objective", "engine", "adapter", catches=[LEVELS], source="vllm-omni step caches; own")
+def the_adapter_is_off_at_low_noise(port: Port) -> Iterator[None]:
+    """Below sigma 0.1 the engine computes without the adapter."""
+    with inject.in_ranks(port, lora_off_at_low_noise):
+        yield
+
+
+def lora_off_for_long_sequences() -> Any:
+    def change(original: Any, rank: Any, x: Any, s: Any, c: Any) -> Any:
+        if max(len(one.embeds) for one in c) > 128:
+            return _without_lora(rank, lambda: original(rank, x, s, c))
+        return original(rank, x, s, c)
+
+    return _engine_velocity(change)
+
+
+@fault("objective", "engine", "adapter", catches=[LONG])
+def the_adapter_is_off_for_long_prompts(port: Port) -> Iterator[None]:
+    """With more than 128 prompt tokens the engine takes a path without the adapter."""
+    with inject.in_ranks(port, lora_off_for_long_sequences):
+        yield
+
+
+def text_cut_at_64() -> Any:
+    from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+
+    def make(original: Any) -> Any:
+        def init(self: Any, *, text_embeddings: torch.Tensor, **kwargs: Any) -> None:
+            kept = text_embeddings.clone()
+            kept[64:] = 0
+            original(self, text_embeddings=kept, **kwargs)
+
+        return init
+
+    return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
+
+
+@fault("objective", "engine", "adapter", catches=[LONG], source="verl-omni commit b6cd74b4 (#357)", ports=["h3"])
+def the_engine_cuts_prompts_at_64_tokens(port: Port) -> Iterator[None]:
+    """The engine's prompt embedding is zero from the sixty-fifth token on."""
+    with inject.in_ranks(port, text_cut_at_64):
+        yield
+
+
+@fault("objective", "engine", "adapter", catches=[LATE], source="vllm-omni step caches; own")
+def a_long_rollout_reuses_a_velocity(port: Port) -> Iterator[None]:
+    """From the eleventh call on, the rollout moves by the velocity of the tenth."""
+
+    def change(original: Any, *args: Any) -> Trajectory:
+        steps = original(*args).steps
+        return Trajectory([*steps[:10], *(Step(s.latents, s.sigmas, steps[9].velocity, s.after) for s in steps[10:])])
+
+    with _recorded(change):
+        yield
+
+
+@fault("objective", "engine", catches=[MIXED], source="verl-omni commit 2e08eeff (#25); vllm-omni #7190")
+def rollouts_of_a_batch_share_the_second_prompt(port: Port) -> Iterator[None]:
+    """From the third sample on, a batch of rollouts uses the second sample's conditions."""
+
+    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        return original(self, noise, calls, [conditions[min(index, 1)] for index in range(len(conditions))])
+
+    with _recorded(change):
+        yield

@@ -526,3 +526,49 @@ def the_rotary_table_is_not_initialized(port: Port) -> Iterator[None]:
     """The engine's rotary frequencies, which the actor never sends, stay zero."""
     with inject.in_ranks(port, rotary_table_zeroed, rebuild=True):
         yield
+
+
+RANKS = "sync::adapters_of_every_rank_and_alpha_reach_the_rollout"
+
+
+def large_ranks_cut() -> Any:
+    def change(parts: dict[str, Any]) -> dict[str, Any]:
+        for part in parts.values():
+            part.a = [torch.cat([a[:64], torch.zeros_like(a[64:])]) for a in part.a]
+        return parts
+
+    return _hand_over(change)
+
+
+@fault("adapter", "engine", catches=[RANKS], source="verl #7327", ports=["h3"])
+def ranks_above_64_lose_their_tail(port: Port) -> Iterator[None]:
+    """What is above the sixty-fourth row of A does not arrive."""
+    with inject.in_ranks(port, large_ranks_cut):
+        yield
+
+
+def rank_32_halved() -> Any:
+    def change(parts: dict[str, Any]) -> dict[str, Any]:
+        for part in parts.values():
+            if part.a[0].shape[0] == 32:
+                part.b = [b * 0.5 for b in part.b]
+        return parts
+
+    return _hand_over(change)
+
+
+@fault("adapter", "engine", catches=[RANKS], source="Tencent-Hunyuan/UniRL #155", ports=["h3"])
+def one_rank_has_half_its_scale(port: Port) -> Iterator[None]:
+    """Adapters of rank 32 act with half their strength; other ranks are right."""
+    with inject.in_ranks(port, rank_32_halved):
+        yield
+
+
+@fault("adapter", "engine", catches=["sync::a_second_base_load_takes_effect"], source="verl #7495, #3516")
+def the_first_base_weights_stay(port: Port) -> Iterator[None]:
+    """Every later load of the base sends the weights of the first one."""
+    from loudfail.harness.engines.vllm_omni import VllmOmniRollout
+
+    first = dict(port.base_state())
+    with inject.replace(VllmOmniRollout, "load_base", lambda original: lambda self, state: original(self, first)):
+        yield
