@@ -291,7 +291,7 @@ def the_gradient_is_the_derivative_of_the_velocity(port: Port) -> None:
     call = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
     weights = case.normal("weights", port.shapes(case))
     parameters = port.trainable()
-    bound = port.bound(float32=0.05, bfloat16=1.0)
+    bound = port.bound(float32=0.04, bfloat16=1.0)
     generator = case.generator("directions")
     worst: Violation | None = None
     for modality in port.modalities:
