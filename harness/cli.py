@@ -167,7 +167,10 @@ def _gate(parsed: argparse.Namespace) -> int:
             arguments.append(f"{flag}={one}")
     arguments += [f"-k={parsed.k}"] if parsed.k else []
     arguments += [f"-n={parsed.n}"] if parsed.n else []
-    return int(pytest.main(arguments, plugins=[GateTerminal()]))
+    code = int(pytest.main(arguments, plugins=[GateTerminal()]))
+    if code == NOTHING and parsed.k:
+        print(f"loudfail: no check's id matches {parsed.k!r}; see `loudfail list`", file=sys.stderr)
+    return code
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def _list(parsed: argparse.Namespace) -> int:
     if parsed.id is not None:
         both = records | broken
         if parsed.id not in both:
-            return _complain(str(registry.nearest(parsed.id, both, "fault" if parsed.id.split("::")[0] not in registry.CHAIN else "invariant")))
+            return _complain(str(registry.nearest(parsed.id, both, "invariant or fault")))
         chosen = {name: one[parsed.id] for name, one in (("invariant", records), ("fault", broken)) if parsed.id in one}
         print(json.dumps(chosen, indent=1, ensure_ascii=False) if parsed.json else "\n\n".join(_full(one) for one in chosen.values()))
         return HOLDS
@@ -287,12 +290,15 @@ def _require(parsed: argparse.Namespace) -> int:
             instance = chosen.construct(cls)
     except (registry.UnknownId, ImportError, ValueError) as error:
         return _complain(str(error))
+    except Exception as error:  # of the port
+        return _complain(f"{chosen.port}: the port cannot be constructed: {type(error).__name__}: {error}")
     try:
         certificate.require(parsed.certificate, certificate.fingerprint(instance, chosen.degrees))
+        instance.close()
     except certificate.Refused as error:
         return _complain(str(error), VIOLATED)
-    finally:
-        instance.close()
+    except Exception as error:  # of the port
+        return _complain(f"{chosen.port}: the port cannot be described or closed: {type(error).__name__}: {error}")
     counts = ", ".join(f"{number} {status}" for status, number in content["counts"].items() if number)
     degrees = ", ".join(map(str, content["fingerprint"]["degrees"]))
     print(f"{parsed.certificate} fits: {content['port']}, TP {degrees}, {certified.get('dtype')}, {counts}")

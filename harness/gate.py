@@ -67,6 +67,12 @@ class Gate:
         except Exception as error:
             self._problem = portcheck.PortProblem(f"{self.cls.__name__}() raised {type(error).__name__}: {error}")
             self._problem.details = traceback.format_exc()
+        if self.port is not None and offers(self.port, "engine"):
+            for degree in self.options.degrees:
+                try:
+                    self.port.check_degree(degree)
+                except ValueError as error:
+                    raise UsageProblem(f"--tp: {error}") from None
 
     def problem(self, invariant: Invariant, degree: int | None) -> portcheck.PortProblem | Unavailable | None:
         """Why a check cannot be carried out: the port, or its engine at this degree, breaks the contract. Found once, then remembered."""

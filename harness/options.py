@@ -87,6 +87,10 @@ def parse(values: Mapping[str, Any]) -> Options:
         setattr(options, name, given.get(name, getattr(options, name)))
     if "tp" in given:
         options.degrees = parse_degrees(given["tp"])
+    if given.get("dtype", "fp32") not in DTYPES:
+        raise UsageProblem(f"--dtype {given['dtype']}: is none of {', '.join(DTYPES)}")
+    if not isinstance(given.get("weights", ""), str):
+        raise UsageProblem(f"--weights {given['weights']}: no such folder")
     if "dtype" in given:
         options.dtype = DTYPES[given["dtype"]]
     if "weights" in given:
@@ -100,6 +104,8 @@ def parse(values: Mapping[str, Any]) -> Options:
         raise UsageProblem(f"--require {unknown[0]}: no such seam; there are {', '.join(SEAMS)} and all")
     if "expect" in given:
         options.expect = read_expected(Path(given["expect"]))
+    if given.get("out") is not None and not str(given["out"]):
+        raise UsageProblem("--out is empty; name a folder")
     if "out" in given:
         options.out = Path(given["out"])
     defaults = Options(options.port)

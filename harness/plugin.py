@@ -208,6 +208,8 @@ class Run:
         self.spread = not self.worker and config.getoption("dist", "no") != "no"  # the controller of pytest-xdist, which runs nothing itself
         if self.spread and config.option.dist == "load":
             config.option.dist = "loadgroup"
+        if self.worker:
+            config.option.loadgroup = True  # the controller's choice above is made too late for pytest-xdist to tell its workers
         self.results: list[Result] = []
         self.declared: dict[str, None] = {}
         self.facts: dict[str, Any] = {}
@@ -236,9 +238,9 @@ class Run:
     def pytest_sessionstart(self) -> None:
         from loudfail.harness.options import UsageProblem
 
-        if not self.spread and not self.config.option.collectonly:
-            self.gate.construct()  # before anything else is imported, so that the ranks import meanwhile
         try:
+            if not self.spread and not self.config.option.collectonly:
+                self.gate.construct()  # before anything else is imported, so that the ranks import meanwhile
             self.gate.see_expected()
         except UsageProblem as error:
             raise pytest.UsageError(str(error)) from None

@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 INVARIANTS_PACKAGE = "loudfail.invariants"
 FAULTS_PACKAGE = "loudfail.invariants.faults"
@@ -185,7 +185,7 @@ class UnknownId(ValueError):
     """No invariant, fault or port of that name; the message suggests the nearest ones."""
 
 
-def nearest(name: str, known: Iterable[str], kind: Literal["invariant", "fault", "port"]) -> UnknownId:
+def nearest(name: str, known: Iterable[str], kind: str) -> UnknownId:
     """The error for a name that is not there, with the nearest names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or [k for k in known if name.lower() in k.lower()][:3]

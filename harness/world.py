@@ -159,6 +159,18 @@ class World:
     def alive(self) -> bool:
         return not self._closed and all(process.is_alive() for process in self._processes)
 
+    def check(self) -> None:
+        """See that no rank died between two calls (killed for memory, say); a rank is never replaced without a word.
+
+        Raises:
+            RankError: one did; the world is closed.
+        """
+        if self._closed:
+            return
+        for rank, process in enumerate(self._processes):
+            if not process.is_alive():
+                self._fail(rank, "died", "the time between two calls", self._exit(rank))
+
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]

@@ -75,7 +75,7 @@ def velocity_replay_agrees_at_every_step(port: Port, tp: int, case: Case) -> Non
         port.add_adapter("old", port.adapter)
     port.load_adapter("old", old)
     port.load_adapter("default", random_adapter(port, port.adapter, case.seed + 2))
-    hand_over(port, tp, old)
+    hand_over(port, tp, port.adapter_state("old"))
     conditions = port.conditions(case)
     trajectory = engine.rollout(case.normal("noise", port.shapes(case)), 4, conditions)
     require(len(trajectory.steps) == 4, got=len(trajectory.steps), want=4, where=f"tp {tp}, model calls")
