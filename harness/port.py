@@ -397,6 +397,13 @@ class Port:
         """
         raise NotImplementedError
 
+    def check_degree(self, degree: int) -> None:
+        """See, before any rank is started, that the model can be split that way.
+
+        Raises:
+            ValueError: it cannot; the message says why.
+        """
+
     def computed_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that the engine must compute itself because the actor's state dict lacks them, by the engine's name, as the actor computes them."""
         return {}
