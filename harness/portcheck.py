@@ -62,6 +62,12 @@ def check_port(port: Port) -> None:
         _check_prompt(port)
     if offers(port, "condition"):
         _check_condition(port, case)
+    if offers(port, "reference"):
+        with _calling("reference_prompt"):
+            _check_ids("reference_prompt()", port.reference_prompt("a bell rings"))
+        _check_presented(port, "reference_conditions")
+    if offers(port, "presentation"):
+        _check_presented(port, "rollout_conditions")
     if offers(port, "trained"):
         _check_trained(port)
     if offers(port, "media") and offers(port, "objective"):
@@ -183,7 +189,7 @@ def _check_adapter(port: Port) -> None:
 def _check_prompt(port: Port) -> None:
     with _calling("tokenize"):
         ids = port.tokenize("a bell rings")
-        _need(isinstance(ids, tuple) and bool(ids) and all(type(one) is int for one in ids), f"tokenize() gave {show(ids)}; want a tuple of integers")
+        _check_ids("tokenize()", ids)
     with _calling("encode_prompt"):
         embeds = port.encode_prompt(ids)
         _check_tensor("encode_prompt()", embeds, port, shape=None, axes=2)
@@ -202,6 +208,22 @@ def _check_condition(port: Port, case: Case) -> None:
             _check_keys("given_latents", one, fullest)
             for name, value in one.items():
                 _check_tensor(f"given_latents()[{name!r}]", value, port, shape=None)
+
+
+def _check_presented(port: Port, method: str) -> None:
+    """`reference_conditions` or `rollout_conditions`, in the fullest mode."""
+    case = smallest(port, prompts=("a bell rings twice", "rain"), given=max(port.givens, key=len))
+    with _calling(method):
+        conditions = getattr(port, method)(case)
+        _need(len(conditions) == case.batch, f"{method}() gave {len(conditions)} for {case.batch} samples")
+        for index, one in enumerate(conditions):
+            _need(isinstance(one, Conditions), f"{method}()[{index}] is a {type(one).__name__}; want loudfail.harness.port.Conditions")
+            _check_tensor(f"{method}()[{index}].embeds", one.embeds, port, shape=None, axes=2)
+
+
+def _check_ids(name: str, value: Any) -> None:
+    good = isinstance(value, tuple) and bool(value) and all(type(one) is int for one in value)
+    _need(good, f"{name} gave {show(value)}; want a tuple of integers")
 
 
 def _check_trained(port: Port) -> None:

@@ -12,6 +12,7 @@ from loudfail.harness.compare import relative_error, require, require_at_least, 
 from loudfail.harness.port import Port, RowTable, no_grad
 from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
+from loudfail.invariants.prompts import require_conditions, require_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,3 +239,44 @@ def the_rollout_treats_given_frames_as_the_vendor_does(port: Port, tp: int) -> N
         require_each_close(
             engine.rollout(noise, 3, conditions).final, want, bound=port.bound(float32=2e-5, bfloat16=2e-1), where=f"tp {tp}, given {given}"
         )
+
+
+def _given_modes(port: Port) -> list[tuple[str, ...]]:
+    if not any(port.givens):
+        raise Uncovered(f"port {port.name!r} has no given frames")
+    return [names for names in port.givens if names]
+
+
+@invariant("objective", "condition", "reference", examples=2, case=cases(batch=(2, 2), given=False))
+def given_frames_condition_the_model_as_in_the_vendors_pipeline(port: Port, case: Case) -> None:
+    """In each condition mode, the conditions of each sample are those that the vendor's pipeline makes of its prompt string and its frames.
+
+    Trainer and rollout are given the same conditions and cannot disagree. Sees frames with exchanged colours, shifted, mirrored, not normalized or in
+    another order, for the autoencoder or the text encoder; rows with the wrong tag; noise of given frames that is missing, too strong or the same in
+    every sample. Not what puts pictures of other sizes onto the canvas: checks give frames of the right size.
+    """
+    for given in _given_modes(port):
+        one = replace(case, given=given)
+        for index, (got, want) in enumerate(zip(port.conditions(one), port.reference_conditions(one), strict=True)):
+            require_conditions(got, want, where=f"sample {index}, given {given}")
+
+
+@invariant("prompt", "presentation", "reference", "engine", examples=2, case=cases(batch=(1, 1), given=False))
+def the_rollouts_encoder_is_shown_the_given_frames(port: Port, case: Case) -> None:
+    """In each condition mode, the rollout's text encoder gets the ids, tags and pictures that the vendor's does, and embeds them alike.
+
+    The rollout presents frames with code of its own; a rollout that ignores them samples from the prompt alone while training conditions on both.
+    Ids and tags are exact. Some rollouts round pixels, so the embedding is held against the effect of another sample's frames under the same prompt:
+    clean 4e-3 of it, other pictures about 1. Oracle: the vendor's pipeline on the actor's encoder.
+    """
+    for given in _given_modes(port):
+        one = replace(case, prompts=case.prompts * 2, given=given)
+        wants = port.reference_conditions(one)
+        scale = wants[0].embeds.float() - wants[1].embeds.float()
+        for index, (got, want) in enumerate(zip(port.rollout_conditions(one), wants, strict=True)):
+            where = f"sample {index}, given {given}"
+            require(tuple(got.prompt_ids) == tuple(want.prompt_ids), got=list(got.prompt_ids), want=list(want.prompt_ids), where=where)
+            for name in got.extra:
+                require_same(got.extra[name], want.extra[name], f"{where}, {name}")
+            effect = scale if bool(scale.any()) else want.embeds  # an encoder may not be shown the frames at all
+            require_close(got.embeds.float().cpu(), want.embeds.float(), bound=port.bound(float32=2e-2, bfloat16=2e-2), scale=effect, where=where)

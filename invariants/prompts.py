@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import unicodedata
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from loudfail.harness.case import Case, cases
 from loudfail.harness.compare import relative_error, require, require_at_least, require_close, require_each_close
-from loudfail.harness.port import Port, no_grad
+from loudfail.harness.port import Conditions, Port, no_grad
 from loudfail.harness.registry import invariant
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ FRAGMENTS = (
 )
 #: Parts that tokenizers merge where they join, so that their ids are never those of the joined text.
 SPLIT = ("t", "he", " a", "ra", "in", "be", "ll")
+#: More tokens than the lengths at which prompts are cut: 77, 128.
+LONG = " rain" * 140
 #: Relative error of an embedding. Clean: 0 in float32.
 EMBEDDING = {"float32": 1e-5, "bfloat16": 1e-1}
 
@@ -61,6 +65,60 @@ def long_texts(port: Port) -> SearchStrategy[str]:
 def ids_of(port: Port, parts: tuple[str, ...]) -> tuple[int, ...]:
     """The ids of the parts, one part after another."""
     return tuple(token for part in parts for token in port.tokenize(part))
+
+
+def require_conditions(got: Conditions, want: Conditions, where: str) -> None:
+    """Conditions hold all that the oracle states: ids, embedding, given latents in their order, and what stands in ``extra``, name by name.
+
+    The same modules ran on the same input: integers are equal, tensors up to the last bits (clean: bitwise).
+    """
+    require(
+        tuple(got.prompt_ids) == tuple(want.prompt_ids), got=list(got.prompt_ids), want=list(want.prompt_ids), where=f"{where}, ids of the prompt"
+    )
+    require(list(got.given) == list(want.given), got=list(got.given), want=list(want.given), where=f"{where}, given latents in order")
+    for name, value in want.extra.items():
+        require_same(got.extra.get(name), value, f"{where}, {name}")
+    require_close(got.embeds.float().cpu(), want.embeds.float().cpu(), bound=1e-6, where=f"{where}, embedding")
+    require_each_close({n: v.cpu() for n, v in got.given.items()}, want.given, bound=1e-6, where=f"{where}, given latents")
+
+
+def require_same(got: object, want: object, where: str) -> None:
+    """Equal; tensors of floats up to their last bits."""
+    if not isinstance(want, torch.Tensor):
+        require(got == want, got=got, want=want, where=where)
+        return
+    require(isinstance(got, torch.Tensor), got=type(got).__name__, want="a tensor", where=where)
+    assert isinstance(got, torch.Tensor)
+    if want.is_floating_point():
+        require_close(got.float().cpu(), want.float().cpu(), bound=1e-6, where=where)
+    else:
+        require(torch.equal(got.cpu(), want.cpu()), got=got.tolist(), want=want.tolist(), where=where)
+
+
+@invariant("prompt", "reference", examples=2, parts=texts)
+def the_dataset_holds_the_ids_that_the_vendors_pipeline_encodes(port: Port, parts: tuple[str, ...]) -> None:
+    """The ids of the dataset are those that the vendor's pipeline feeds its text encoder for the same string, whatever the string.
+
+    Trainer and rollout share the ids and agree on wrong ones. Sees text that is stripped, lower-cased, normalized or cut, special tokens that are
+    dropped where they are spoken, and special tokens or templates that are added. Oracle: the vendor's pipeline on the string.
+    """
+    text = "".join(parts)
+    spoken = f"  A Bell <|im_start|>{text}<|endoftext|> Rings\t\n "
+    for one in (text, unicodedata.normalize("NFD", spoken), unicodedata.normalize("NFC", spoken) + LONG):
+        got, want = tuple(port.tokenize(one)), port.reference_prompt(one)
+        require(got == want, got=list(got), want=list(want), where=repr(one))
+
+
+@invariant("objective", "prompt", "reference", examples=2, case=cases(batch=(1, 1), given=False, text=True))
+def a_prompt_conditions_the_model_as_in_the_vendors_pipeline(port: Port, case: Case) -> None:
+    """Without given frames, the conditions of a prompt, short or long, are those that the vendor's pipeline makes of the string.
+
+    Trainer and rollout are given the same conditions and cannot disagree. Sees embeddings that are cut or padded, rows with the wrong tag, another
+    presentation, and frames where none are given.
+    """
+    case = replace(case, prompts=(*case.prompts, f" {case.prompts[0]}{LONG}"))
+    for index, (got, want) in enumerate(zip(port.conditions(case), port.reference_conditions(case), strict=True)):
+        require_conditions(got, want, where=f"sample {index}, {case.prompts[index]!r}")
 
 
 @invariant("prompt", examples=6, parts=texts)

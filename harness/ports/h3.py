@@ -121,6 +121,7 @@ class H3(Port):
         }
 
     def conditions(self, case: Case) -> list[Conditions]:
+        """Sample i has the i-th prompt, the i-th `keyframes`, and ``case.seed + i`` as the seed of its request."""
         images = self.keyframes(case)
         return [self.condition(self.tokenize(prompt), None, case.seed + index, images[index]) for index, prompt in enumerate(case.prompts)]
 
@@ -472,16 +473,44 @@ class H3(Port):
         return h3_text.encoder(self.weights, SCALES[self.scale].get("text_dim", 5120))
 
     @cached_property
+    def processor(self) -> Any:
+        from loudfail.harness.ports import h3_text
+
+        return h3_text.processor(self.weights, self.tokenizer)
+
+    @cached_property
     def _presenter(self) -> Any:
         from loudfail.harness.ports import h3_text
 
-        return h3_text.pipeline(self.text_encoder, self.tokenizer, h3_text.processor(self.weights, self.tokenizer))
+        return h3_text.pipeline(self.text_encoder, self.tokenizer, self.processor)
 
     @lru_cache(maxsize=512)  # noqa: B019  a port lives as long as the run
     def _encode(self, ids: tuple[int, ...], pictures: tuple[tuple[bytes, tuple[int, ...]], ...]) -> Presentation:
         from loudfail.harness.ports import h3_text
 
         return h3_text.present(self._presenter, ids, [_image(*picture) for picture in pictures])
+
+    # -- reference, presentation -------------------------------------------------------------------------------------------------------------
+    def reference_prompt(self, text: str) -> tuple[int, ...]:
+        return self._conditioner.prompt(text)[0]
+
+    def reference_conditions(self, case: Case) -> list[Conditions]:
+        requests = zip(case.prompts, self.keyframes(case), strict=True)
+        return [self._conditioner.conditions(prompt, images, case.seed + index) for index, (prompt, images) in enumerate(requests)]
+
+    def rollout_conditions(self, case: Case) -> list[Conditions]:
+        conditions = []
+        for prompt, images in zip(case.prompts, self.keyframes(case), strict=True):
+            ids = self.tokenize(prompt)
+            presented = self.present_in_rollout(ids, images)
+            conditions.append(Conditions(ids, presented.embeds, {}, {"tags": presented.tags, "encoder_ids": presented.ids}))
+        return conditions
+
+    @cached_property
+    def _conditioner(self) -> Any:
+        from loudfail.harness.ports.h3_vendor import Conditioner
+
+        return Conditioner(lambda: self.autoencoders.vae, text_encoder=self.text_encoder, tokenizer=self.tokenizer, processor=self.processor)
 
     # -- media, reward ---------------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Mapping[str, torch.Tensor]) -> list[Media]:

@@ -1,10 +1,10 @@
-"""MiniMax H3's own sampling loop, diffusers' modular blocks, run on an actor. The oracle of the port; it shares no code with it."""
+"""MiniMax H3's own conditioning and sampling loop, diffusers' modular blocks. The oracle of the port; it shares no code with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -58,17 +58,86 @@ def _components(actor: Any) -> Any:
     from diffusers import MiniMaxH3Scheduler
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
     from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+
+    steps = {"timesteps": MiniMaxH3SetTimestepsStep, "denoise": MiniMaxH3DenoiseStep}
+    return _pipeline(steps, transformer=actor, scheduler=MiniMaxH3Scheduler(), audio_scheduler=MiniMaxH3Scheduler(shift=3.0))
+
+
+def _pipeline(steps: Mapping[str, Any], **components: Any) -> Any:
+    """The vendor's pipeline of some of its blocks, by name, with components from memory."""
     from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
     from diffusers.modular_pipelines.modular_pipeline import SequentialPipelineBlocks
 
     class Blocks(SequentialPipelineBlocks):
         model_name = "minimax-h3"
-        block_classes = [MiniMaxH3SetTimestepsStep, MiniMaxH3DenoiseStep]
-        block_names = ["timesteps", "denoise"]
+        block_classes = list(steps.values())
+        block_names = list(steps)
 
     pipeline = MiniMaxH3ModularPipeline(blocks=Blocks())
-    pipeline.update_components(transformer=actor, scheduler=MiniMaxH3Scheduler(), audio_scheduler=MiniMaxH3Scheduler(shift=3.0))
+    pipeline.update_components(**components)
     return pipeline
+
+
+class Conditioner:
+    """The vendor's way from a prompt string and keyframes to what its transformer is conditioned on.
+
+    Args:
+        vae: called for the video autoencoder when the first keyframe comes.
+        encoders: ``text_encoder``, ``tokenizer`` and ``processor``.
+    """
+
+    def __init__(self, vae: Callable[[], Any], **encoders: Any) -> None:
+        from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3FL2VATextEncoderStep, MiniMaxH3TextEncoderStep
+
+        self.vae = vae
+        self.text = _pipeline({"text": MiniMaxH3TextEncoderStep}, **encoders)
+        self.text_and_frames = _pipeline({"text": MiniMaxH3FL2VATextEncoderStep}, **encoders)
+
+    @cached_property
+    def frames(self) -> Any:
+        """Keyframes to latents to rows; a pipeline of its own, since the autoencoder may be on another device than the text encoder."""
+        from diffusers import MiniMaxH3Scheduler
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareConditionLatentsStep
+        from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3KeyframeVaeEncoderStep
+
+        steps = {"latents": MiniMaxH3KeyframeVaeEncoderStep, "rows": MiniMaxH3PrepareConditionLatentsStep}
+        return _pipeline(steps, vae=self.vae(), scheduler=MiniMaxH3Scheduler())
+
+    def prompt(self, text: str) -> tuple[tuple[int, ...], Any]:
+        """Text alone: the ids at the encoder's embedding, and the pipeline's state."""
+        return self._encode(self.text, prompt=text)
+
+    def conditions(self, text: str, keyframes: Mapping[str, Any], seed: int) -> Conditions:
+        """Conditions of one request.
+
+        Args:
+            text: the prompt.
+            keyframes: uint8 ``(H, W, 3)`` by name, in packed order, already on the target canvas.
+            seed: of the request's generator.
+        """
+        prompt_ids, state = self.prompt(text)
+        ids, given, rows = prompt_ids, {}, {}
+        if keyframes:
+            images = list(keyframes.values())
+            ids, state = self._encode(self.text_and_frames, prompt=text, keyframes=images)
+            size = 16 * self.frames.patch_size[1]  # pixels under one row, along each side
+            count = sum((image.shape[0] // size) * (image.shape[1] // size) for image in images)  # what the vendor's layout reserves
+            generator = torch.Generator().manual_seed(seed)
+            packed = self.frames(keyframes=images, generator=generator, num_condition_video_rows=count)
+            given = {name: latent[0].float().cpu() for name, latent in zip(keyframes, packed.get("condition_latents"), strict=True)}
+            rows = {"given_rows": packed.get("condition_rows").float().cpu()}
+        extra = {"tags": state.get("text_token_tags").cpu(), "encoder_ids": ids, **rows}
+        return Conditions(prompt_ids, state.get("prompt_embeds")[0].float().cpu(), given, extra)
+
+    def _encode(self, pipeline: Any, **inputs: Any) -> tuple[tuple[int, ...], Any]:
+        """Run a pipeline; the ids are read off the text encoder's embedding."""
+        seen: list[tuple[int, ...]] = []
+        handle = pipeline.text_encoder.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0][0].tolist())))
+        try:
+            state = pipeline(**inputs)
+        finally:
+            handle.remove()
+        return seen[0], state
 
 
 def denoise(actor: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: Conditions) -> list[VendorStep]:

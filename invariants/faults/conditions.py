@@ -18,6 +18,8 @@ TOLD, LOSS = "conditions::given_rows_are_told_that_they_are_clean", "conditions:
 ENDS, ANCHORS = "conditions::first_and_last_stand_at_the_ends_of_the_clip", "conditions::each_request_keeps_its_own_anchors"
 HEARD, VENDOR = "conditions::the_given_frames_are_heard_in_every_modality", "conditions::the_vendors_loop_is_followed_with_given_frames"
 ROLLOUT = "conditions::the_rollout_treats_given_frames_as_the_vendor_does"
+AS_VENDOR = "conditions::given_frames_condition_the_model_as_in_the_vendors_pipeline"
+SHOWN = "conditions::the_rollouts_encoder_is_shown_the_given_frames"
 CONTRACT = "verl-project/verl-omni RFC #396, PR #401, PR #448"
 
 
@@ -262,4 +264,141 @@ def _denoised_along() -> AbstractContextManager[Any]:
 def the_rollout_does_not_restore_given_frames(port: Port) -> Iterator[None]:
     """The rollout's given rows are scaled along with the schedule instead of being restored at every step."""
     with inject.in_ranks(port, _denoised_along):
+        yield
+
+
+def other_pixels(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change keyframes on their way into the video autoencoder, for trainer and rollout alike."""
+    return inject.replace(port, "encode_keyframe", lambda original: lambda image: original(change(image).copy()))
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+def keyframes_have_red_and_blue_exchanged(port: Port) -> Iterator[None]:
+    """Keyframes are read as BGR, as OpenCV gives them."""
+    with other_pixels(port, lambda image: image[..., ::-1]):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+def keyframes_are_off_by_one_row(port: Port) -> Iterator[None]:
+    """Keyframes are shifted by one row of pixels, as by a crop that is off by one."""
+    with other_pixels(port, lambda image: image[[-1, *range(len(image) - 1)]]):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+def keyframes_are_mirrored(port: Port) -> Iterator[None]:
+    """Keyframes are flipped from left to right by an augmentation that the clip does not get."""
+    with other_pixels(port, lambda image: image[:, ::-1]):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+def keyframe_latents_are_not_normalized(port: Port) -> Iterator[None]:
+    """Keyframe latents are used as the autoencoder gives them, without its latent statistics."""
+
+    def make(original: Any) -> Any:
+        def encode(image: Any) -> torch.Tensor:
+            config = port.autoencoders.vae.config
+            mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+            return original(image) * std + mean
+
+        return encode
+
+    with inject.replace(port, "encode_keyframe", make):
+        yield
+
+
+def other_pictures(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the pictures that the trainer's text encoder is shown: ``change(name → picture)``."""
+
+    def make(original: Any) -> Any:
+        return lambda ids, images=None: original(ids, change(images) if images else images)
+
+    return inject.replace(port, "present", make)
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source="AIMixer/ComfyUI_MiniMaxH3_Director#193, #215", ports=("h3",))
+def the_encoder_is_shown_the_frames_in_another_order(port: Port) -> Iterator[None]:
+    """The text encoder sees the last frame before the first."""
+    with other_pictures(port, lambda images: dict(reversed(images.items()))):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source=CONTRACT, ports=("h3",))
+def the_encoder_is_not_shown_the_frames(port: Port) -> Iterator[None]:
+    """The prompt is presented as in text to video, though frames are given."""
+    with other_pictures(port, lambda images: None):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+def the_encoder_is_shown_mirrored_frames(port: Port) -> Iterator[None]:
+    """The text encoder sees the frames flipped from left to right."""
+    with other_pictures(port, _mirrored):
+        yield
+
+
+def _mirrored(images: Any) -> Any:
+    return {name: image[:, ::-1].copy() for name, image in images.items()}
+
+
+def other_conditions(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change what `H3.condition` returns, for trainer and rollout alike."""
+    return inject.replace(port, "condition", lambda original: lambda *args, **kwargs: change(original(*args, **kwargs)))
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source=CONTRACT, ports=("h3",))
+def vision_rows_are_tagged_as_text(port: Port) -> Iterator[None]:
+    """The rows of a vision block are tagged as text, so that they get the text's modulation."""
+    with other_conditions(port, lambda c: replace(c, extra=c.extra | {"tags": torch.ones_like(c.extra["tags"])})):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_are_mixed_with_ten_times_the_noise(port: Port) -> Iterator[None]:
+    """Given frames are held at t = 0.99 and not at 0.999."""
+    with inject.replace(port.schedulers["video"], "scale_noise", lambda original: lambda sample, time, noise: original(sample, 0.99, noise)):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_get_no_noise(port: Port) -> Iterator[None]:
+    """Given frames are perfectly clean, though the model is told that they are not quite."""
+    with inject.replace(port.schedulers["video"], "scale_noise", lambda original: lambda sample, time, noise: sample):
+        yield
+
+
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], source=CONTRACT, ports=("h3",))
+def given_frames_of_all_samples_get_the_same_noise(port: Port) -> Iterator[None]:
+    """The noise of given frames is drawn from one seed, whatever the request's."""
+    with inject.replace(port, "condition", lambda original: lambda ids, given=None, seed=0, images=None: original(ids, given, 7, images)):
+        yield
+
+
+def _rollout_shown(how: str) -> AbstractContextManager[Any]:
+    from loudfail.harness.ports import h3_text
+
+    change = {"none": lambda images: [], "mirrored": lambda images: [i[:, ::-1].copy() for i in images], "reversed": lambda images: images[::-1]}[how]
+    return inject.replace(h3_text, "rollout_encode", lambda original: lambda rank, ids, images=(): original(rank, ids, change(images)))
+
+
+@fault("prompt", "presentation", "reference", "engine", catches=[SHOWN], source=CONTRACT, ports=("h3",))
+def the_rollout_is_not_shown_the_frames(port: Port) -> Iterator[None]:
+    """The rollout's text encoder gets the prompt alone, though frames are given."""
+    with inject.in_ranks(port, _rollout_shown, "none"):
+        yield
+
+
+@fault("prompt", "presentation", "reference", "engine", catches=[SHOWN], ports=("h3",))
+def the_rollout_is_shown_mirrored_frames(port: Port) -> Iterator[None]:
+    """The rollout's text encoder sees the frames flipped from left to right."""
+    with inject.in_ranks(port, _rollout_shown, "mirrored"):
+        yield
+
+
+@fault("prompt", "presentation", "reference", "engine", catches=[SHOWN], source="AIMixer/ComfyUI_MiniMaxH3_Director#193, #215", ports=("h3",))
+def the_rollout_is_shown_the_frames_in_another_order(port: Port) -> Iterator[None]:
+    """The rollout's text encoder sees the last frame before the first."""
+    with inject.in_ranks(port, _rollout_shown, "reversed"):
         yield

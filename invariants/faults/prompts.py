@@ -18,6 +18,8 @@ CARRY, SWAP = (
     "prompts::swapping_two_prompts_swaps_what_is_said_of_the_same_latents",
 )
 HEARD = "prompts::the_prompt_is_heard_in_every_modality"
+DATASET = "prompts::the_dataset_holds_the_ids_that_the_vendors_pipeline_encodes"
+AS_VENDOR = "prompts::a_prompt_conditions_the_model_as_in_the_vendors_pipeline"
 
 
 def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
@@ -164,4 +166,50 @@ def the_prompt_has_no_effect(port: Port) -> Iterator[None]:
         )
 
     with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+def other_text(port: Port, change: Any) -> AbstractContextManager[Any]:
+    """Change the text before it is tokenized, for the dataset and so for trainer and rollout alike."""
+    return inject.replace(port, "tokenize", lambda original: lambda text: original(change(text) or text))
+
+
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="Tencent-Hunyuan/UniRL#326")
+def the_dataset_strips_the_text(port: Port) -> Iterator[None]:
+    """Prompts lose the white space around them before they are tokenized."""
+    with other_text(port, str.strip):
+        yield
+
+
+@fault("prompt", "reference", catches=[DATASET])
+def the_dataset_lower_cases_the_text(port: Port) -> Iterator[None]:
+    """Prompts are lower-cased before they are tokenized, as for older text encoders."""
+    with other_text(port, str.lower):
+        yield
+
+
+@fault("prompt", "reference", catches=[DATASET], source="verl-project/verl-omni commit 786dd36c")
+def special_tokens_are_parsed_away(port: Port) -> Iterator[None]:
+    """Text that spells a special token is removed from prompts as if it were markup."""
+    import re
+
+    with other_text(port, lambda text: re.sub(r"<\|\w+\|>", "", text)):
+        yield
+
+
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+def the_dataset_cuts_long_prompts(port: Port) -> Iterator[None]:
+    """The dataset stores the first 128 tokens."""
+    with inject.replace(port, "tokenize", lambda original: lambda text: original(text)[:128]):
+        yield
+
+
+@fault("objective", "prompt", "reference", catches=[AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357", ports=("h3",))
+def conditions_are_cut(port: Port) -> Iterator[None]:
+    """Conditions keep the first 128 rows of an embedding, for trainer and rollout alike."""
+
+    def cut(condition: Any) -> Any:
+        return replace(condition, embeds=condition.embeds[:128], extra=condition.extra | {"tags": condition.extra["tags"][:128]})
+
+    with inject.replace(port, "condition", lambda original: lambda *args, **kwargs: cut(original(*args, **kwargs))):
         yield
