@@ -25,8 +25,8 @@ from loudfail.harness.registry import invariant
 from loudfail.harness.violation import Unavailable, Violation
 
 #: Least change of a score that counts as moved (the largest of a batch), least that each sample must show, since a single one may come out close to
-#: where it was by chance, and the largest change that counts as still. Measured on clean ports: at least 3e-4, 1e-6, and at most 3e-7.
-MOVED, TOUCHED, STILL = 1e-5, 1e-9, 2e-6
+#: where it was by chance, and the largest change that counts as still. Measured on clean ports: at least 3e-5, above 1e-9, and at most 3e-7.
+MOVED, TOUCHED, STILL = 3e-6, 1e-9, 2e-6
 
 
 @dataclass(frozen=True)
