@@ -116,12 +116,14 @@ def the_loss_reaches_generated_rows_and_no_given_row(port: Port, case: Case) -> 
         for modality, shape in port.shapes(case).items():
             want = (case.batch, *shape)
             require(tuple(velocity[modality].shape) == want, got=tuple(velocity[modality].shape), want=want, where=modality)
-        sum(v.float().square().sum() for v in velocity.values()).backward()
+        torch.stack([v.float().square().sum() for v in velocity.values()]).sum().backward()
     for index, table in enumerate(tables):
         for modality in port.modalities:
             output = table.output[modality]
             require(output.grad is not None, got="no gradient", want="a gradient on the raw output", where=modality)
-            grad = output.grad[int(table.output.get("sample", torch.tensor(0)))] if output.ndim == 3 else output.grad
+            grad = output.grad
+            assert grad is not None  # for the type checker
+            grad = grad[int(table.output.get("sample", torch.tensor(0)))] if output.ndim == 3 else grad
             size = grad.abs().sum(dim=-1).cpu()
             given = table.given_of(modality)
             where = f"sample {index}, {modality}, given {case.given}"
