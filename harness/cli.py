@@ -207,6 +207,9 @@ def _list(parsed: argparse.Namespace) -> int:
         }
         for f in faults
     }  # fmt: skip
+    if parsed.id is not None and "::" not in parsed.id:  # a bare name, if only one link has it
+        named = [one for one in (*records, *broken) if one.split("::")[1] == parsed.id]
+        parsed.id = named[0] if len(named) == 1 else parsed.id
     if parsed.id is not None:
         both = records | broken
         if parsed.id not in both:

@@ -30,6 +30,11 @@ FILES = ("report.json", "gate.json", "summary.md", "junit.xml", "report.html")
 NOT_RUN = "not run: "
 
 
+#: Seams that bring an oracle for sign and time axis; without any of them a port only agrees with itself.
+ORACLES = ("vendor", "trained", "engine")
+UNPROVEN = f"sign and time axis are not proven: nothing outside the port says what they are; add one of the seams {', '.join(ORACLES)}"
+
+
 class Gate:
     """A run.
 
@@ -147,6 +152,8 @@ class Gate:
     def facts(self) -> dict[str, Any]:
         """What only the process that holds the port knows."""
         found: dict[str, Any] = {"classes": [], "fingerprint": None, "layout": [], "seams": portcheck.missing_methods(self.cls)}
+        if all(found["seams"][seam] for seam in ORACLES):
+            found["problems"] = [UNPROVEN]
         if self.port is None or self._problem is not None or not self._checked:
             return found
         for key, read in (("classes", self.port.classes), ("fingerprint", self._fingerprint), ("layout", self._layout)):

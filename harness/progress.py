@@ -143,6 +143,8 @@ class GateTerminal:
             self.line.print("seams that this port does not offer, and the methods that are missing:")
             for text in missing:
                 self.line.print(f"  {text}")
+        for text in record.get("problems") or []:
+            self.line.print(f"note: {text}")
         _print_reasons(self.line, self.run.results)
         peak = record["peak_rss_bytes"] / 2**30
         self.line.print(
