@@ -402,7 +402,10 @@ class H3(Port):
 
     # -- engine ------------------------------------------------------------------------------------------------------------------------------
     def engine(self, degree: int) -> VllmOmniRollout:
-        if degree not in self._engines or not self._engines[degree].world.alive:
+        self.check_degree(degree)
+        if degree in self._engines and not self._engines[degree].world.alive:
+            self._engines.pop(degree).world.check()  # says so if a rank died unseen; what a failed call closed is built again
+        if degree not in self._engines:
             config = {key: value for key, value in dict(self.actor.config).items() if not key.startswith("_")}
             hidden = config["hidden_size"]  # the engine's configuration has these two widths as constants of the released model
             config |= {"adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden}
@@ -414,6 +417,16 @@ class H3(Port):
             engine.load_base(self.base_state())
             self._engines[degree] = engine
         return self._engines[degree]
+
+    def check_degree(self, degree: int) -> None:
+        if self.weights is not None:
+            return  # the engine itself checks; its configuration is in the checkpoint
+        for what, size in (
+            ("attention heads", SCALES[self.scale].get("num_attention_heads", 56)),
+            ("feed-forward width", SCALES[self.scale].get("ffn_dim", 14336)),
+        ):
+            if size % degree:
+                raise ValueError(f"tensor-parallel degree {degree} does not divide the {size} of the {what}")
 
     def computed_buffers(self) -> dict[str, torch.Tensor]:
         return {"rope.inv_freq": self.actor.rope.inv_freq.float().cpu()}
