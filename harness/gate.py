@@ -6,6 +6,7 @@ It knows nothing of pytest, which drives it (`loudfail.harness.plugin`).
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import os
 import re
@@ -85,6 +86,8 @@ class Gate:
             self._checked = True
             try:
                 portcheck.check_port(self.port)
+                gc.collect()
+                gc.freeze()  # by now everything is imported: a million objects that no later collection needs to look at
             except portcheck.PortProblem as problem:
                 self._problem = problem
             except Unavailable as error:
@@ -246,6 +249,7 @@ class Gate:
 
     def close(self) -> None:
         """End the port's ranks. Idempotent."""
+        gc.unfreeze()
         if self.port is not None:
             self.port.close()
 

@@ -1,6 +1,7 @@
 """The heavy imports of the rollout, done once in the server that ranks are forked from. Quiet; where an import fails, the ranks report it."""
 
 import contextlib
+import gc
 import logging
 import os
 
@@ -17,3 +18,7 @@ with contextlib.suppress(ImportError):
     import vllm_omni.diffusion.lora.manager  # noqa: F401
 
     import loudfail.harness.engines.vllm_omni  # noqa: F401
+
+# What was imported is never garbage: collections in the ranks need not look at it, nor copy its pages.
+gc.collect()
+gc.freeze()
