@@ -159,8 +159,6 @@ def _gate(parsed: argparse.Namespace) -> int:
         "no:terminal",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:unraisableexception",  # collects garbage several times at the end; seconds, with the model libraries in memory
     ]
     arguments += ["--port", chosen.port]
     for flag in (*opts.PORT_OPTIONS, *opts.RUN_OPTIONS):

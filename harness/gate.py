@@ -249,7 +249,6 @@ class Gate:
 
     def close(self) -> None:
         """End the port's ranks. Idempotent."""
-        gc.unfreeze()
         if self.port is not None:
             self.port.close()
 
