@@ -85,7 +85,7 @@ def port(request: pytest.FixtureRequest) -> Any:
     """The port of this run, ``--port``; skips without one."""
     run = request.config.stash.get(_KEY, None)
     if run is None:
-        pytest.skip("no --port given")
+        pytest.skip("no --port given")  # the fixture is in every pytest run of the environment; without a port there is nothing to give
     if run.gate.port is None:
         pytest.fail("the port cannot be constructed", pytrace=False)
     return run.gate.port
@@ -94,7 +94,7 @@ def port(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def tp() -> int:
     """Each tensor-parallel degree of this run in turn, ``--tp``; skips without a port."""
-    pytest.skip("no --port given")
+    pytest.skip("no --port given")  # as above; with a port, pytest_generate_tests parametrizes this away
 
 
 def with_invariants(cls: type, *, tp: tuple[int, ...] = (1,), **fields: Any) -> pytest.MarkDecorator:
@@ -145,7 +145,7 @@ def _settle(result: Result) -> None:
     if result.status == "expected":
         pytest.xfail(result.message)
     if result.status in ("uncovered", "unavailable"):
-        pytest.skip(f"{result.status}: {result.message}")
+        pytest.skip(f"{result.status}: {result.message}")  # counted in the record by its own status; --require makes it a failure
 
 
 class InvariantFile(pytest.File):
@@ -181,7 +181,7 @@ class InvariantItem(pytest.Item):
         run = self.config.stash[_KEY]
         self.result = run.gate.check(self.invariant, self.degree)
         if run.shown_before(self.result):
-            pytest.skip("not run: the port failed its first check, see the first failure")
+            pytest.skip("not run: the port failed its first check, see the first failure")  # one failure tells it; the record has an error for each
         _settle(self.result)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

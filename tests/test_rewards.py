@@ -84,7 +84,7 @@ def bind() -> imagebind.ImageBindScorer:
     try:
         return imagebind.ImageBindScorer.tiny_random()
     except Unavailable as error:
-        pytest.skip(f"unavailable: {error}")
+        pytest.skip(f"unavailable: {error}")  # an optional package: its absence must not read as a pass
 
 
 def rotate(items: list | tuple) -> list:
@@ -499,7 +499,7 @@ def test_a_learned_reward_prefers_the_prompt_that_names_what_is_heard() -> None:
     try:
         scorer = EventTextScorer()
     except Unavailable as error:
-        pytest.skip(f"unavailable: {error}")
+        pytest.skip(f"unavailable: {error}")  # an optional package: its absence must not read as a pass
     picture = videos(2)[0]
     music, nothing = Media(picture, chord()), Media(picture, sound(np.zeros(64000, np.float32)))
     scores = scorer.score([music, music, nothing], ["an orchestra plays music", "a man speaking in a room", "an orchestra plays music"])["event_text"]
@@ -608,7 +608,7 @@ def test_laion_clap_and_transformers_agree_on_the_same_weights(media: list[Media
     try:
         python = clap_remote.find_python()
     except Unavailable as error:
-        pytest.skip(f"unavailable: {error}")
+        pytest.skip(f"unavailable: {error}")  # an optional package: its absence must not read as a pass
     make = """
 import runpy, sys
 worker, path = sys.argv[1:]
@@ -688,7 +688,7 @@ def learned(kind: str) -> tuple[monitors.Monitor, ...]:
     try:
         return getattr(monitors, kind)()
     except Unavailable as error:
-        pytest.skip(f"unavailable: {error}")
+        pytest.skip(f"unavailable: {error}")  # an optional package: its absence must not read as a pass
 
 
 def test_music_is_heard_as_music() -> None:
