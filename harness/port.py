@@ -15,15 +15,17 @@ is counted and shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from loudfail.harness.case import Case
 from loudfail.harness.violation import Unavailable, Uncovered
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     Latents = Mapping[str, torch.Tensor]
@@ -53,6 +55,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "reference": ("reference_prompt", "reference_conditions"),
     "presentation": ("rollout_conditions",),
     "trained": ("trained_batch",),
+    "update": ("update",),
 }
 
 
@@ -274,6 +277,170 @@ def find_reward(target: str) -> Reward:
     return reward
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a check asks of a trainer: the settings of a run that decide its numbers.
+
+    The objective of a sample is, summed over modalities with the weight of each, the mean over the elements of ``r·(v⁺ − v)² + (1 − r)·(v⁻ − v)²``
+    times `Update.policy_scale`, plus ``reference`` times the mean of ``(v_θ − v_base)²``. A step's loss is the mean over its samples and levels.
+
+    Attributes:
+        prompts: the dataset; a step draws from it in order, round and round.
+        reward: clean latents and their prompts → ``(B,)`` float64, higher is better; a module-level function.
+        seed: everything random of the run comes from it.
+        extent: size per axis of every sample.
+        given: names of the given conditions of every sample.
+        groups: draws of a prompt in one step, each with ``samples`` samples; of all processes together.
+        samples: samples of a draw.
+        levels: noise levels at which each sample is trained in a step.
+        calls: model calls of a rollout.
+        micro_batch: samples of one model call at most.
+        spread: divide by the standard deviation within a ``group`` (population), or by one number for the whole batch (``global``).
+        beta, clip: β and Z of DiffusionNFT.
+        weighting: ``none``; or ``adaptive``: each of the two squared errors, of x0, divided by that sample's and modality's mean absolute one.
+        reference: coefficient of the reference term.
+        modalities: modality → its weight.
+        old: schedule of the old policy, by its published name: ``copy``, ``linear_to_0_5`` or ``delayed_linear_to_0_999``.
+        old_every: steps between two refreshes of the old policy.
+        learning_rate: of the optimizer; a gradient is not clipped.
+    """
+
+    prompts: tuple[str, ...]
+    reward: Callable[[Latents, Sequence[str]], torch.Tensor]
+    modalities: Mapping[str, float]
+    extent: Mapping[str, int]
+    given: tuple[str, ...] = ()
+    seed: int = 0
+    groups: int = 2
+    samples: int = 3
+    levels: int = 2
+    calls: int = 4
+    micro_batch: int = 64
+    spread: Literal["group", "global"] = "group"
+    beta: float = 0.5
+    clip: float = 1.0
+    weighting: Literal["none", "adaptive"] = "none"
+    reference: float = 0.0
+    old: Literal["copy", "linear_to_0_5", "delayed_linear_to_0_999"] = "copy"
+    old_every: int = 1
+    learning_rate: float = 1e-3
+
+
+@dataclass
+class Scored:
+    """Samples of one step of this process, the samples of a draw side by side.
+
+    Attributes:
+        clean: modality → ``(B, *shape)``.
+        conditions, prompts: of each sample.
+        draws: the draw that each sample belongs to: not its text, since a prompt may be drawn twice.
+        rewards: ``(B,)``.
+    """
+
+    clean: dict[str, torch.Tensor]
+    conditions: list[Conditions]
+    prompts: list[str]
+    draws: list[int]
+    rewards: torch.Tensor
+
+
+@dataclass
+class Noised:
+    """One model call of an update: which samples, with which noise, at which levels.
+
+    Attributes:
+        rows: places of the samples in `Scored`.
+        noise: modality → ``(b, *shape)``.
+        sigmas: modality → ``(b,)``.
+    """
+
+    rows: list[int]
+    noise: dict[str, torch.Tensor]
+    sigmas: dict[str, torch.Tensor]
+
+
+class Update:
+    """A trainer's own code behind one signature, so that checks can drive it. Subclasses override what their trainer has.
+
+    The trained policy is the port's adapter ``default``, the old one its adapter ``old``; checks read and write both through the port. What is not
+    overridden, and any `Plan` that a trainer cannot follow, raises `Uncovered`: it is counted as not checked, never as right. Where
+    ``torch.distributed`` is initialized, its processes are those of the run.
+    """
+
+    def begin(self, plan: Plan) -> None:
+        """Start a run afresh on the port: adapters ``default`` and ``old``, optimizer, rollout, step 0. What was begun before is dropped."""
+        raise self._lacks("begin")
+
+    def advantages(self, rewards: torch.Tensor, draws: Sequence[int], prompts: Sequence[str], spread: str) -> torch.Tensor:
+        """Group advantages ``(B,)`` of rewards ``(B,)``; needs no `begin`.
+
+        Raises:
+            Exception: they cannot be told, as for a reward that is not finite or a draw of one sample.
+        """
+        raise self._lacks("advantages")
+
+    def optimality(self, advantages: torch.Tensor, clip: float) -> torch.Tensor:
+        """The optimality probability ``r`` ``(B,)`` in [0, 1]; needs no `begin`."""
+        raise self._lacks("optimality")
+
+    def policy_scale(self, plan: Plan) -> float:
+        """The constant by which this trainer multiplies the policy term of the paper's objective."""
+        return 1.0
+
+    def learn(self, scored: Scored) -> list[Noised]:
+        """One update of ``default`` from scored samples, up to and with the optimizer's step; the model calls that were trained on."""
+        raise self._lacks("learn")
+
+    def refresh(self, step: int) -> None:
+        """What happens to the old policy after the update of step ``step`` (from 0), whether due or not."""
+        raise self._lacks("refresh")
+
+    def step(self) -> tuple[Scored, list[Noised]]:
+        """One whole step: rollout, reward, update, refresh, hand-over; this process's samples and the model calls that were trained on."""
+        raise self._lacks("step")
+
+    def sample(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
+        """Clean latents from the trainer's rollout with the policy that it holds."""
+        raise self._lacks("sample")
+
+    def evaluate(self) -> float:
+        """The trainer's own validation: a mean reward of samples that do not depend on the step."""
+        raise self._lacks("evaluate")
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        raise self._lacks("optimizer")
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the run into an empty folder."""
+        raise self._lacks("save")
+
+    def load(self, folder: Path) -> None:
+        """Put a run that was begun with the same plan into the state of the checkpoint.
+
+        Raises:
+            Exception: the checkpoint is not whole.
+        """
+        raise self._lacks("load")
+
+    def _lacks(self, method: str) -> Uncovered:
+        return Uncovered(f"the trainer {type(self).__module__}:{type(self).__qualname__} does not offer {method}")
+
+
+def find_trainer(target: str) -> Callable[[Port], Update]:
+    """The function ``package.module:function`` that wraps a trainer for a port. It is found by name, since the harness knows no trainer.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
+    from pkgutil import resolve_name
+
+    try:
+        make: Callable[[Port], Update] = resolve_name(target)
+    except ImportError as error:
+        raise Unavailable(f"no trainer {target}: {error}") from error
+    return make
+
+
 class Port:
     """Base class of ports. Subclasses override the methods of the seams that they offer.
 
@@ -287,6 +454,7 @@ class Port:
         shift: the published shift s of each modality's even sigma grid, ``s·u / (1 + (s − 1)·u)``; empty where the schedule is of another kind.
         rates: the published rate of each decoded modality: frames or samples a second; empty where nothing is decoded.
         scorers: ``package.module:function`` that makes the `Reward`, for `find_reward`; a subclass names another one.
+        trainer: ``package.module:function`` that wraps a trainer for a port, for `find_trainer`; a subclass names another one.
         time_axis: the axis of one sample's latents, per modality, that is time; empty where none is. `RowTable.position` has time as its first axis.
     """
 
@@ -301,6 +469,7 @@ class Port:
     shift: Mapping[str, float] = {}
     rates: Mapping[str, float] = {}
     scorers: str = ""
+    trainer: str = ""
     time_axis: Mapping[str, int] = {}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
@@ -466,6 +635,15 @@ class Port:
         """
         raise NotImplementedError
 
+    # -- update ------------------------------------------------------------------------------------------------------------------------------
+    def update(self) -> Update:
+        """The trainer that trains this port, usually ``find_trainer(self.trainer)(self)``; nothing has begun.
+
+        Raises:
+            Unavailable: not installed.
+        """
+        raise NotImplementedError
+
     # -- shared ------------------------------------------------------------------------------------------------------------------------------
     def classes(self) -> list[str]:
         """Qualified names of the upstream classes that run."""
@@ -488,6 +666,7 @@ class Port:
             "dtype": self.dtype,
             "device": self.device,
             "scorers": self.scorers,
+            "trainer": self.trainer,
             "adapter": {"rank": self.adapter.rank, "alpha": self.adapter.alpha, "targets": list(self.adapter.targets)},
         }
 

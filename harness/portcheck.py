@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loudfail.harness.case import Case, smallest
-from loudfail.harness.port import SEAMS, Conditions, Port, Rollout, RowTable, Trajectory, offers, random_adapter
+from loudfail.harness.port import SEAMS, Conditions, Port, Rollout, RowTable, Trajectory, Update, offers, random_adapter
 from loudfail.harness.violation import Unavailable, show
 
 CALLS = 2
@@ -70,6 +70,8 @@ def check_port(port: Port) -> None:
         _check_presented(port, "rollout_conditions")
     if offers(port, "trained"):
         _check_trained(port)
+    if offers(port, "update"):
+        _check_update(port)
     if offers(port, "media") and offers(port, "objective"):
         _check_media(port, case, latents)
 
@@ -242,6 +244,15 @@ def _check_trained(port: Port) -> None:
         for modality, value in clean.items():
             _check_tensor(f"trained_batch()[{modality!r}]", value, port, shape=None)
             _need(value.shape[0] == 2 == len(conditions), f"trained_batch(0, 2) gave {value.shape[0]} samples and {len(conditions)} conditions")
+
+
+def _check_update(port: Port) -> None:
+    with _calling("update"):
+        try:
+            update = port.update()
+        except Unavailable:
+            return
+        _need(isinstance(update, Update), f"update() gave a {type(update).__name__}; want a loudfail.harness.port.Update")
 
 
 def _check_media(port: Port, case: Case, latents: Mapping[str, Any]) -> None:

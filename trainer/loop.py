@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,7 @@ class Run:
         version: version of the adapter that the rollout was handed last.
         bound: what the rollout said when it was handed over.
         timing: seconds by part of a step, summed.
+        observe: called after each update with what it was made from: batch, clean latents, sub-scores, and the update.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Run:
     version: int = 0
     bound: BindReport | None = None
     timing: dict[str, float] = field(default_factory=dict)
+    observe: Callable[[Batch, Latents, Scores, Update], None] = lambda *_: None
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Update:
         prediction_gradients: modality → norm of the loss's gradient in the predicted velocity.
         calls: what the first model call really got; and ``first_x0``, its clean latents.
         told: the sigmas that each training call was told.
+        pieces: the model calls of the last epoch.
     """
 
     parts: dict[str, float]
@@ -92,6 +95,7 @@ class Update:
     calls: list[monitor.Call]
     first_x0: Latents
     told: list[Latents]
+    pieces: list[Piece]
 
 
 def train_step(run: Run) -> dict[str, Any]:
@@ -122,6 +126,7 @@ def train_step(run: Run) -> dict[str, Any]:
 
     with timed(run, "update"):
         update = improve(run, batch, trajectory, x0, probability)
+    run.observe(batch, x0, scores, update)
     with timed(run, "monitors"):
         seen |= run.watch.judge(
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
@@ -173,6 +178,7 @@ class Piece:
     rows: list[int]
     conditions: list[Conditions]
     clean: Latents
+    noise: Latents
     sigmas: Latents
     latents: Latents
     target: Latents
@@ -185,10 +191,10 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
     parameters = list(port.trainable().values())
     trained = len(batch.groups) * algorithm.sigmas  # samples times noise levels
-    update = Update({}, 0.0, dict.fromkeys(weights, 0.0), [], {}, [])
+    update = Update({}, 0.0, dict.fromkeys(weights, 0.0), [], {}, [], [])
     for epoch in range(algorithm.epochs):
         on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
-        pieces = draw_pieces(run, epoch, batch, trajectory, x0)
+        pieces = update.pieces = draw_pieces(run, epoch, batch, trajectory, x0)
         references = velocities(port, None, pieces) if settings.reference > 0 else [None] * len(pieces)
         olds = [None] * len(pieces) if on_policy else velocities(port, adapters.OLD, pieces)
         run.optimizer.zero_grad()
@@ -241,7 +247,8 @@ def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: 
                 noise = {m: x[members].to(port.device) for m, x in fresh.items()}
                 sigmas = {m: torch.full((len(rows),), pair[m], device=port.device) for m in clean}
                 conditions = [batch.conditions[row] for row in rows]
-                pieces.append(Piece(rows, conditions, clean, sigmas, noised(clean, noise, sigmas), {m: noise[m] - clean[m] for m in clean}))
+                target = {m: noise[m] - clean[m] for m in clean}
+                pieces.append(Piece(rows, conditions, clean, noise, sigmas, noised(clean, noise, sigmas), target))
     return pieces
 
 

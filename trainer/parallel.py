@@ -24,7 +24,9 @@ class Ranks:
 
     @staticmethod
     def start(device: str) -> Ranks:
-        """Join the process group if there is more than one process: nccl on GPUs, gloo on CPUs."""
+        """Join the process group if there is more than one process: nccl on GPUs, gloo on CPUs. One that is there already is used as it is."""
+        if dist.is_initialized():
+            return Ranks(dist.get_rank(), dist.get_world_size())
         if world_size() == 1:
             return Ranks()
         if device == "cuda":

@@ -25,7 +25,7 @@ import torch
 from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, LoRAParts, VllmOmniRollout
 from loudfail.harness.media import Media
-from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, find_reward
+from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, Update, find_reward, find_trainer
 from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
 from loudfail.harness.ports.h3_text import Presentation, rollout_encoder_classes
 from loudfail.harness.violation import Unavailable
@@ -70,6 +70,7 @@ class H3(Port):
     shift = SHIFT
     rates = {"video": 24.0, "audio": 32_000.0}
     scorers = "loudfail.trainer.rewards.build:tiny_reward"
+    trainer = "loudfail.trainer.update:make"
     time_axis = {"video": 1, "audio": 2}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
@@ -540,6 +541,9 @@ class H3(Port):
     @cached_property
     def _reward(self) -> Reward:
         return find_reward(self.scorers)
+
+    def update(self) -> Update:
+        return find_trainer(self.trainer)(self)
 
     # -- trained -----------------------------------------------------------------------------------------------------------------------------
     def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
