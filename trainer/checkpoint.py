@@ -132,6 +132,26 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
         optimizer.state[parameter][what] = value.clone() if what == "step" else value.to(parameter.device, parameter.dtype).clone()
 
 
+def restore_masters(own: Mapping[str, torch.nn.Parameter], parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put back the float32 copies of what a model stores narrower, saved as ``master/<parameter>``.
+
+    Args:
+        own: parameter → what the optimizer updates; see `loudfail.trainer.adapters.masters`.
+        parameters: of the model.
+        tensors: of the checkpoint.
+
+    Raises:
+        BrokenCheckpoint: one is missing or has another shape.
+    """
+    for name, master in own.items():
+        if master is parameters[name]:
+            continue
+        value = tensors.get(f"master/{name}")
+        if value is None or value.shape != master.shape:
+            raise BrokenCheckpoint(f"master/{name} is {'missing' if value is None else f'of shape {tuple(value.shape)}'}; want {tuple(master.shape)}")
+        master.data.copy_(value)
+
+
 def _last_good(broken: Path) -> str:
     good = [path for path in listed(broken.parent) if path != broken and is_whole(path)]
     return f"; the last good one is {good[-1]}: use --resume {good[-1]}" if good else "; there is no other good one beside it"

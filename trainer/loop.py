@@ -1,6 +1,6 @@
 """The training loop: rollout → score → advantages → update → refresh old → hand over, with monitors in between. Read it top to bottom.
 
-What is left out on purpose: sharding of the base weights, gradient checkpointing, classifier-free guidance, and pipelining of rollout and training.
+What is left out on purpose: classifier-free guidance, and pipelining of rollout and training.
 
 Everything random is drawn from the seed, the step and the sample's own number, so neither micro-batches, nor a
 restart, nor the number of processes change it.
@@ -40,13 +40,15 @@ class Run:
         score: latents and prompts → sub-scores and ``total``, as the loop rewards.
         score_again: the same from a scorer of its own, for monitors and validation: the *true* reward.
         prompts: the dataset.
-        optimizer: over the port's trainable parameters.
+        parameters: what the optimizer updates, by the names of the port's trainable parameters; see `adapters.masters`.
+        optimizer: over these.
         watch: judges the monitors.
         ranks: this process among those of the run.
         step: steps that are finished.
         version: version of the adapter that the rollout was handed last.
         bound: what the rollout said when it was handed over.
         timing: seconds by part of a step, summed.
+        old: the old policy in float32 where the actor stores it narrower; None until it is first refreshed, and where it does not.
         observe: called after each update with what it was made from: batch, clean latents, sub-scores, and the update.
     """
 
@@ -56,6 +58,7 @@ class Run:
     score: monitor.Score
     score_again: monitor.Score
     prompts: Sequence[str]
+    parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     watch: monitor.Watch
     ranks: Ranks = field(default_factory=Ranks)
@@ -63,6 +66,7 @@ class Run:
     version: int = 0
     bound: BindReport | None = None
     timing: dict[str, float] = field(default_factory=dict)
+    old: dict[str, torch.Tensor] | None = None
     observe: Callable[[Batch, Latents, Scores, Update], None] = lambda *_: None
 
 
@@ -115,20 +119,23 @@ def train_step(run: Run) -> dict[str, Any]:
         x0 = {m: x.to(port.device) for m, x in trajectory.final.items()}
     with timed(run, "score"):
         scores = run.score(x0, batch.prompts)
+    with timed(run, "monitors"), run.ranks.in_step():
+        readings = [*after_rollout(run, batch, trajectory, x0, scores, thorough)]
     with timed(run, "monitors"):
-        seen |= run.watch.judge(*after_rollout(run, batch, trajectory, x0, scores, thorough))
+        seen |= judge(run, *readings)
 
     advantages = nft.group_advantages(scores["total"], batch.groups, algorithm.spread)
     probability = nft.optimality(advantages, algorithm.clip)
     with timed(run, "monitors"):
         totals = run.score_again(x0, batch.prompts)["total"] if thorough else scores["total"]
-        seen |= run.watch.judge(monitor.group_means(advantages, batch.groups), monitor.advantages_follow_rewards(probability, totals, batch.groups))
+        seen |= judge(run, monitor.group_means(advantages, batch.groups), monitor.advantages_follow_rewards(probability, totals, batch.groups))
 
     with timed(run, "update"):
         update = improve(run, batch, trajectory, x0, probability)
     run.observe(batch, x0, scores, update)
     with timed(run, "monitors"):
-        seen |= run.watch.judge(
+        seen |= judge(
+            run,
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
             monitor.training_noise(update.calls[0], update.first_x0),
             monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls)),
@@ -138,7 +145,7 @@ def train_step(run: Run) -> dict[str, Any]:
     decay = refresh_old(run, step, before)
     hand_over(run)
     with timed(run, "monitors"):
-        seen |= run.watch.judge(*after_hand_over(run, before, decay))
+        seen |= judge(run, *after_hand_over(run, before, decay))
 
     run.step = step + 1
     means = {f"score/{name}": float(value.mean()) for name, value in scores.items()}
@@ -153,6 +160,11 @@ def train_step(run: Run) -> dict[str, Any]:
         "seconds": time.monotonic() - start,
         "monitors": seen,
     }
+
+
+def judge(run: Run, *readings: monitor.Reading) -> dict[str, float]:
+    """Judge the readings of all processes, in all of them: what fires in one stops every one, and none is left waiting."""
+    return run.watch.judge(*monitor.worst(run.ranks.gather(readings)))
 
 
 def draw(run: Run, step: int) -> Batch:
@@ -189,14 +201,15 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     config, port, algorithm = run.config, run.port, run.config.algorithm
     weights = modality_weights(run)
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
-    parameters = list(port.trainable().values())
+    parameters = list(run.parameters.values())
     trained = len(batch.groups) * algorithm.sigmas  # samples times noise levels
     update = Update({}, 0.0, dict.fromkeys(weights, 0.0), [], {}, [], [])
     for epoch in range(algorithm.epochs):
         on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
         pieces = update.pieces = draw_pieces(run, epoch, batch, trajectory, x0)
-        references = velocities(port, None, pieces) if settings.reference > 0 else [None] * len(pieces)
-        olds = [None] * len(pieces) if on_policy else velocities(port, adapters.OLD, pieces)
+        with run.ranks.in_step():
+            references = velocities(port, None, pieces) if settings.reference > 0 else [None] * len(pieces)
+            olds = [None] * len(pieces) if on_policy else velocities(port, adapters.OLD, pieces)
         run.optimizer.zero_grad()
         for piece, old, reference in zip(pieces, olds, references, strict=True):
             with monitor.first_training_call(port) as calls:
@@ -217,11 +230,13 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
             if not update.calls:
                 update.calls, update.first_x0 = calls, piece.clean
             update.told.append(calls[0].sigmas)
+        adapters.take_gradients(run.parameters, port.trainable())
         run.ranks.average_gradients(parameters)
         update.gradient_norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
         if not math.isfinite(update.gradient_norm):  # whatever the policy: a step with it would destroy the adapter
             raise monitor.MonitorFired([monitor.Reading("finite_gradient", math.inf, sys.float_info.max, "no optimizer step was taken")])
         run.optimizer.step()
+        adapters.give_values(run.parameters, port.trainable())
     run.optimizer.zero_grad()
     update.prediction_gradients = {m: value**0.5 for m, value in update.prediction_gradients.items()}
     return update
@@ -264,7 +279,10 @@ def refresh_old(run: Run, step: int, before: Mapping[str, torch.Tensor]) -> floa
     if (step + 1) % algorithm.old_every:
         return None
     decay = nft.old_decay(algorithm.old, step)
-    port.load_adapter(adapters.OLD, nft.refreshed(before, port.adapter_state(adapters.TRAINED), decay))
+    refreshed = nft.refreshed(run.old or before, port.adapter_state(adapters.TRAINED), decay)
+    port.load_adapter(adapters.OLD, refreshed)
+    if port.dtype == "bfloat16":  # small moves would be rounded away
+        run.old = refreshed
     return decay
 
 
@@ -295,7 +313,8 @@ def after_hand_over(run: Run, before: Mapping[str, torch.Tensor], decay: float |
     """What is known once the rollout has the new adapter."""
     port = run.port
     old = port.adapter_state(adapters.OLD)
-    yield monitor.old_policy_law(before, port.adapter_state(adapters.TRAINED), old, decay)
+    rounding = port.bound(float32=1e-6, bfloat16=2**-8)
+    yield monitor.old_policy_law(before, port.adapter_state(adapters.TRAINED), old, decay, rounding if decay else 1e-6)
     yield from monitor.adapter_arrived(run.rollout, old, port.adapter, run.version, port.projections(), bfloat16=port.dtype == "bfloat16")
 
 
@@ -303,12 +322,19 @@ def validate(run: Run) -> dict[str, float]:
     """Mean of every true sub-score of samples of *fixed prompts from fixed noise*, through the rollout with the policy that it holds."""
     config = run.config.validation
     count = min(len(run.prompts), 64)
-    prompts = [run.prompts[index] for index in range(count) for _ in range(config.samples)]
-    conditions = [condition for index in range(count) for condition in [condition_of(run, index)] * config.samples]
-    noises = [noise_of(run, f"validation/{index}", config.samples) for index in range(count)]
+    mine = list(run.ranks.share(count)) or [run.ranks.rank % count]  # every process makes model calls; one without a prompt repeats another's
+    prompts = [run.prompts[index] for index in mine for _ in range(config.samples)]
+    conditions = [condition for index in mine for condition in [condition_of(run, index)] * config.samples]
+    noises = [noise_of(run, f"validation/{index}", config.samples) for index in mine]
     noise = {m: torch.cat([one[m] for one in noises]) for m in noises[0]}
     final = run.rollout.rollout(noise, config.calls, conditions).final
-    return {name: float(value.mean()) for name, value in run.score_again(final, prompts).items()}
+    scores = {name: value.cpu().view(len(mine), -1) for name, value in run.score_again(final, prompts).items()}
+    by_prompt = {
+        index: {name: value[place] for name, value in part.items()}
+        for own, part in run.ranks.gather((mine, scores))
+        for place, index in enumerate(own)
+    }
+    return {name: float(torch.cat([by_prompt[index][name] for index in range(count)]).mean()) for name in scores}
 
 
 def draw_levels(run: Run, epoch: int, count: int, calls: int) -> list[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -100,14 +100,35 @@ class Watch:
             count["vacuous" if reading.vacuous else "ran"] += 1
             count["fired"] += reading.fires
             if not reading.vacuous:
-                load = _ratio(reading.bound, reading.got) if reading.at_least else _ratio(reading.got, reading.bound)
-                count["worst"] = max(count["worst"], load)
+                count["worst"] = max(count["worst"], _load(reading))
         fired = [reading for reading in readings if reading.fires]
         if fired and self.policy == "stop":
             raise MonitorFired(fired)
         for reading in fired:
             self.warn(f"MONITOR {reading}")
         return {reading.monitor: float(reading.got) for reading in readings if not reading.vacuous}
+
+
+def worst(readings: Sequence[Sequence[Reading]]) -> list[Reading]:
+    """Out of the same monitors' readings in several processes, each monitor's nearest to firing, with the number of the process that it is of.
+
+    Args:
+        readings: one sequence a process.
+    """
+    if len(readings) == 1:
+        return list(readings[0])
+    found: dict[str, Reading] = {}
+    for number, own in enumerate(readings):
+        for reading in own:
+            here = found.get(reading.monitor)
+            if here is None or _urgency(reading) > _urgency(here):
+                found[reading.monitor] = replace(reading, where=", ".join(filter(None, (reading.where, f"process {number}"))))
+    return list(found.values())
+
+
+def _urgency(reading: Reading) -> tuple[bool, bool, float]:
+    load = _load(reading)
+    return reading.fires, not reading.vacuous, load if not math.isnan(load) else math.inf
 
 
 def velocity_replay(port: Port, adapter: str, step: Step, conditions: Sequence[Conditions], rows: Sequence[int]) -> Reading:
@@ -289,11 +310,20 @@ def group_spread(latents: Latents, groups: Sequence[int]) -> Reading:
 
 
 def old_policy_law(
-    before: Mapping[str, torch.Tensor], current: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], decay: float | None
+    before: Mapping[str, torch.Tensor],
+    current: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    decay: float | None,
+    rounding: float = 1e-6,
 ) -> Reading:
     """The old policy is ``decay·before + (1 − decay)·current`` after a refresh, and untouched (``decay`` None) without one.
 
     The difference is measured against how far the refresh should move it, so that an old policy that never moves shows.
+
+    Args:
+        before, current, after: states of the old policy, the trained one, and the old one again.
+        decay: what the schedule says.
+        rounding: of the stored state, as a share of its size.
     """
     want = before if decay is None else {name: decay * before[name].double() + (1 - decay) * current[name].double() for name in before}
     miss = math.sqrt(sum(float((after[name].double() - want[name].double()).square().sum()) for name in want))
@@ -302,8 +332,8 @@ def old_policy_law(
     if move == 0:
         return Reading("old_policy_law", 0.0 if miss == 0 else miss / max(size, 1e-30), 1e-7, "must not move")
     return Reading(
-        "old_policy_law", miss / move, 1e-5 + 1e-6 * size / move, f"decay {decay}"
-    )  # the second part is float32 rounding of the state itself
+        "old_policy_law", miss / move, 1e-5 + rounding * size / move, f"decay {decay}"
+    )  # the second part is the rounding of the state itself
 
 
 def every_modality_trains(gradients: Mapping[str, float], weights: Mapping[str, float], probability: torch.Tensor) -> Reading:
@@ -384,6 +414,11 @@ def training_grid(told: Sequence[Latents], grid: Latents) -> Reading:
         apart = torch.stack([(s.double().cpu()[:, None] - grid[m].double().cpu()[None]).abs() for m, s in sigmas.items()]).amax(0)  # (B, calls + 1)
         worst = max(worst, float(apart.amin(1).max()))
     return Reading("training_grid", worst, 1e-6, "distance from the nearest model call")
+
+
+def _load(reading: Reading) -> float:
+    """How near a reading is to its bound; above 1 it fires."""
+    return _ratio(reading.bound, reading.got) if reading.at_least else _ratio(reading.got, reading.bound)
 
 
 def _ratio(a: float, b: float) -> float:

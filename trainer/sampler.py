@@ -5,13 +5,15 @@ The adapter is handed over to it like to any engine, so that a hand-over that fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Step, Trajectory, need, probe
 from loudfail.trainer.adapters import effect
+from loudfail.trainer.parallel import Ranks
 
 ADAPTER = "rollout"
 
@@ -36,6 +38,9 @@ class LocalRollout:
     Args:
         port: offers ``objective`` and ``adapter``; gets the adapter ``rollout``.
         micro_batch: samples of one model call at most.
+
+    Attributes:
+        ranks: the processes that share the actor's shards; one process until it is set.
     """
 
     degree = 1
@@ -43,6 +48,7 @@ class LocalRollout:
     def __init__(self, port: Port, micro_batch: int = 64) -> None:
         need(port, "objective", "adapter")
         self.port, self.micro_batch, self.version = port, micro_batch, None  # type: tuple[Port, int, int | None]
+        self.ranks = Ranks()
         if ADAPTER not in port.adapter_names():
             port.add_adapter(ADAPTER, port.adapter)
 
@@ -75,7 +81,7 @@ class LocalRollout:
         grid, port = self.grid(calls), self.port
         x = {m: value.to(port.device) for m, value in noise.items()}
         steps = []
-        with torch.no_grad(), port.using(ADAPTER if self.version is not None else None):
+        with torch.no_grad(), port.using(ADAPTER if self.version is not None else None), self.ranks.in_step():
             for call in range(calls):
                 sigmas = {m: grid[m][call].repeat(len(conditions)) for m in x}
                 v = velocity_of(port, x, sigmas, conditions, self.micro_batch)
@@ -83,6 +89,99 @@ class LocalRollout:
                 steps.append(Step(x, sigmas, v, after))
                 x = after
         return Trajectory(steps)
+
+
+class SharedRollout:
+    """One engine for several processes of a trainer: the first of them owns it and samples for all, as many as the engine has ranks.
+
+    Every process of the run makes one, and all members of a team make the same calls.
+
+    Args:
+        ranks: the processes of the run.
+        team: number of processes that share an engine; neighbours, so that the engine's ranks sit on their GPUs.
+        make: builds the engine; called in the owner.
+
+    Attributes:
+        owner: whether the engine lives in this process.
+
+    Raises:
+        RuntimeError: the owner could not build or call the engine; in every member of the team, with the owner's words.
+    """
+
+    def __init__(self, ranks: Ranks, team: int, make: Callable[[], Sampler]) -> None:
+        self.first = ranks.rank - ranks.rank % team
+        self.owner = ranks.rank == self.first
+        self.place, self.team, self.group = ranks.rank - self.first, team, None  # type: int, int, Any
+        for first in range(0, ranks.size, team):  # every process takes part in making every group
+            group = dist.new_group(list(range(first, first + team)), backend="gloo")
+            if first == self.first:
+                self.group = group
+        self._engine: Sampler | None = None
+        self._ask(lambda: self._build(make))
+
+    def _build(self, make: Callable[[], Sampler]) -> None:
+        self._engine = make()
+
+    @property
+    def engine(self) -> Sampler:
+        assert self._engine is not None  # only the owner asks
+        return self._engine
+
+    @property
+    def degree(self) -> int:
+        return self.team
+
+    def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
+        return self._ask(lambda: self.engine.set_adapter(state, config, version))
+
+    def adapter_version(self) -> int | None:
+        return self._ask(lambda: self.engine.adapter_version())
+
+    def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
+        return self._ask(lambda: self.engine.delta_response(count, seed))
+
+    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+        return self._ask(lambda: self.engine.grid(calls))
+
+    def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        """The samples of all members in one call of the engine; each member gets its own back."""
+        parts: list[Any] = [None] * self.team
+        dist.gather_object((dict(noise), list(conditions)), parts if self.owner else None, dst=self.first, group=self.group)
+
+        def sample() -> list[Trajectory]:
+            joined = {m: torch.cat([part[0][m] for part in parts]) for m in noise}
+            whole = self.engine.rollout(joined, calls, [condition for part in parts for condition in part[1]])
+            sizes = [len(part[1]) for part in parts]
+            return [_rows(whole, sum(sizes[:i]), sizes[i]) for i in range(self.team)]
+
+        result: list[Any] = [None]
+        dist.scatter_object_list(result, self._told(sample, spread=True) if self.owner else None, src=self.first, group=self.group)
+        return self._heard(result[0])
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """What the owner's call gives, in every member."""
+        answer = self._told(call) if self.owner else [None]
+        dist.broadcast_object_list(answer, src=self.first, group=self.group)
+        return self._heard(answer[0])
+
+    def _told(self, call: Callable[[], Any], *, spread: bool = False) -> list[Any]:
+        try:
+            result = call()
+        except Exception as error:  # told to the others, who would wait for ever
+            return [("failed", f"{type(error).__name__}: {error}")] * (self.team if spread else 1)
+        return [("done", one) for one in (result if spread else [result])]
+
+    def _heard(self, answer: tuple[str, Any]) -> Any:
+        if answer[0] == "failed":
+            raise RuntimeError(f"the rollout engine of process {self.first}: {answer[1]}")
+        return answer[1]
+
+
+def _rows(trajectory: Trajectory, start: int, count: int) -> Trajectory:
+    def cut(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {m: value[start : start + count].clone() for m, value in values.items()}
+
+    return Trajectory([Step(cut(s.latents), cut(s.sigmas), cut(s.velocity), cut(s.after)) for s in trajectory.steps])
 
 
 def velocity_of(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from loudfail.harness.environment import world_size
 from loudfail.trainer.config import RECIPES, Config, ConfigProblem, differing, read_recipe
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from loudfail.trainer.checkpoint import Checkpoint
     from loudfail.trainer.loop import Run
     from loudfail.trainer.monitor import Score
+    from loudfail.trainer.parallel import Ranks
+    from loudfail.trainer.sampler import Sampler
 
 DONE, STOPPED, INTERRUPTED, USAGE = 0, 1, 2, 4
 #: Configuration keys that a resumed run may change: they decide no number of a step.
-MAY_CHANGE = ("steps", "checkpoints.every", "checkpoints.keep", "monitors.policy")
+MAY_CHANGE = (
+    "steps", "checkpoints.every", "checkpoints.keep", "monitors.policy", "parallel.shard", "parallel.timeout", "model.gradient_checkpointing",
+)  # fmt: skip
 
 
 class Refused(Exception):
@@ -69,8 +74,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"loudfail train: error: {error}", file=sys.stderr)
         return USAGE
     except OSError as error:  # a full disk: every file is written under a temporary name, so what was there before is whole
-        print(f"loudfail train: error: {error}; the last checkpoint in {out / 'checkpoints'} is whole: go on with --resume", file=sys.stderr)
+        print(f"loudfail train: error: {error}; {_checkpoint_advice(out)}", file=sys.stderr)
         return STOPPED
+    except RuntimeError as error:
+        from loudfail.trainer.parallel import LostProcess
+
+        if not isinstance(error, LostProcess):
+            raise
+        print(f"loudfail train: error: {error}; {_checkpoint_advice(out)}", file=sys.stderr, flush=True)
+        os._exit(STOPPED)  # threads of a collective that will never end must not keep this process
 
 
 def train(
@@ -92,7 +104,9 @@ def train(
     Raises:
         Refused, ConfigProblem, UsageProblem: the run cannot start; nothing was trained.
         OSError: a file could not be written; checkpoints that were there are whole.
+        LostProcess: another process of the run is gone; likewise.
     """
+    gated = check_gate(config, certificate, ungated, port)  # first, and before anything heavy is imported
     from loudfail.harness.environment import PeakMemory
     from loudfail.harness.options import prepare_folder
     from loudfail.harness.progress import StatusLine
@@ -100,31 +114,33 @@ def train(
     from loudfail.harness.violation import Unavailable, Uncovered
     from loudfail.trainer import checkpoint, loop
     from loudfail.trainer.monitor import MonitorFired
+    from loudfail.trainer.parallel import noticing_losses
 
     start, memory, line = time.monotonic(), PeakMemory(), StatusLine()
-    gated = check_gate(config, certificate, ungated, port)
     saved = find_checkpoint(out, resume, config)
     if resume is None and checkpoint.listed(out / "checkpoints"):
         raise Refused(f"{out} holds checkpoints of an earlier run; go on with --resume, or choose another --out")
     prepare_folder(out, ())
     line.show(f"loading {config.model.port}", now=True)
     try:
-        run = set_up(config, port, warn=line.print)
+        with noticing_losses():
+            run = set_up(config, port, warn=line.print)
     except (Uncovered, Unavailable, ImportError) as error:
         raise Refused(str(error)) from error
     first = run.ranks.rank == 0
     status, message, history = "done", "", []
     try:
         metrics = out / "metrics.jsonl"
-        with interruption() as interrupted:
+        with noticing_losses(), interruption() as interrupted:
             if saved is not None:
                 validation = restore(run, saved)
                 history = _trim(metrics, saved.step) if first else []
-                line.print(f"resumed after step {saved.step}")
+                if first:
+                    line.print(f"resumed after step {saved.step}")
             else:
                 if first:
                     metrics.write_text("")
-                validation = [loop.validate(run)] if first else []
+                validation = [loop.validate(run)]
             began, at = time.monotonic(), run.step
             while run.step < config.steps:
                 try:
@@ -139,10 +155,10 @@ def train(
                     line.show(_progress(record, config.steps, (time.monotonic() - began) / (run.step - at)))
                 stop = run.ranks.any(bool(interrupted), run.port.device)
                 last = stop or run.step == config.steps
-                if first and (last or (config.validation.every and run.step % config.validation.every == 0)) and not stop:
+                if (last or (config.validation.every and run.step % config.validation.every == 0)) and not stop:
                     validation.append(loop.validate(run))
-                if first and (last or (config.checkpoints.every and run.step % config.checkpoints.every == 0)):
-                    checkpoint.save(out / "checkpoints", snapshot(run, gated, validation), config.checkpoints.keep)
+                if last or (config.checkpoints.every and run.step % config.checkpoints.every == 0):
+                    save(run, out, gated, validation)
                 if stop:
                     status, message = "interrupted", f"saved after step {run.step}; go on with --resume"
                     break
@@ -154,7 +170,7 @@ def train(
             _show(line.print, summary, out)
     finally:
         run.port.close()
-        run.ranks.close()
+    run.ranks.close()  # not after an error: it could wait for a process that is gone
     return {"done": DONE, "stopped": STOPPED, "interrupted": INTERRUPTED}[status]
 
 
@@ -164,8 +180,6 @@ def check_gate(config: Config, path: Path | None, ungated: bool, port: Port | No
     Raises:
         Refused: more than one process and no certificate that fits, or one that was given does not fit.
     """
-    from loudfail.trainer.parallel import world_size
-
     size, tp = world_size(), config.rollout.tp if config.rollout.engine == "vllm_omni" else 1
     command = f"loudfail gate {config.model.port} --scale {config.model.scale} --dtype {config.model.dtype} --tp {tp} --out out"
     if path is None:
@@ -227,12 +241,12 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
 
     from loudfail.trainer import adapters, loop, monitor
     from loudfail.trainer.parallel import Ranks
-    from loudfail.trainer.sampler import LocalRollout, Sampler
+    from loudfail.trainer.sampler import LocalRollout
 
     if config.threads:
         torch.set_num_threads(config.threads)
     port = port or make_port(config)
-    ranks = Ranks.start(port.device)
+    ranks = Ranks.start(port.device, config.parallel.timeout)
     if config.algorithm.prompts % ranks.size:
         raise ConfigProblem(f"algorithm.prompts is {config.algorithm.prompts}; it must be a multiple of the {ranks.size} processes")
     if config.algorithm.spread == "global" and ranks.size > 1:
@@ -242,15 +256,66 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
     if unknown := set(config.data.extent) - set(port.extents):
         raise ConfigProblem(f"data.extent names {sorted(unknown)}; the port has {', '.join(port.extents)}")
     adapters.prepare(port, config.seed, config.model.rank, config.model.alpha)
-    rollout: Sampler = LocalRollout(port, config.micro_batch) if config.rollout.engine == "local" else port.engine(config.rollout.tp)
-    trainable = list(port.trainable().values())
-    optimizer = torch.optim.AdamW(trainable, lr=config.optimizer.learning_rate, weight_decay=config.optimizer.weight_decay)
+    rollout = make_rollout(config, port, ranks)
+    ranks = prepare_actor(config, port, ranks)
+    if isinstance(rollout, LocalRollout):
+        rollout.ranks = ranks
+    parameters = adapters.masters(port.trainable())
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=config.optimizer.learning_rate,
+        weight_decay=config.optimizer.weight_decay,
+        fused=port.device == "cuda",
+    )
     run = loop.Run(
-        config, port, rollout, make_score(config, port), make_score(config, port), read_prompts(config), optimizer,
-        monitor.Watch(config.monitors.policy, warn), ranks,
+        config, port, rollout, make_score(config, port), make_score(config, port), read_prompts(config), parameters, optimizer,
+        monitor.Watch(config.monitors.policy, warn if ranks.rank == 0 else lambda _: None), ranks,
     )  # fmt: skip
     loop.hand_over(run)
     return run
+
+
+def make_rollout(config: Config, port: Port, ranks: Ranks) -> Sampler:
+    """The engine that samples: each process's own actor, or vLLM-Omni's ranks, shared by as many processes.
+
+    Raises:
+        ConfigProblem: the processes cannot be divided among engines.
+    """
+    from loudfail.trainer.sampler import LocalRollout, SharedRollout
+
+    tp = config.rollout.tp
+    if config.rollout.engine == "local":
+        return LocalRollout(port, config.micro_batch)
+    if ranks.size == 1:
+        return port.engine(tp)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    team = min(tp, local)
+    if local % team or ranks.size % team:
+        raise ConfigProblem(f"rollout.tp is {tp}: {local} processes of a node cannot be divided into teams of {team} that share an engine")
+    return SharedRollout(ranks, team, lambda: port.engine(tp))
+
+
+def prepare_actor(config: Config, port: Port, ranks: Ranks) -> Ranks:
+    """What speed and memory ask of the actor: attention backend, gradient checkpointing, compiled blocks, shards; the processes afterwards.
+
+    Raises:
+        ConfigProblem: the port's actor cannot do it.
+    """
+    from loudfail.trainer.parallel import shard
+
+    model = config.model
+    try:
+        if model.attention != "native":
+            port.actor.set_attention_backend(model.attention)
+        if model.gradient_checkpointing:
+            port.actor.enable_gradient_checkpointing()
+        if model.compile:
+            port.actor.compile_repeated_blocks()
+        if config.parallel.shard == "fsdp" and ranks.size > 1:
+            return shard(port.actor, ranks, port.device)
+    except (AttributeError, ValueError) as error:
+        raise ConfigProblem(f"model, parallel: the actor of {config.model.port} cannot do what they ask: {error}") from error
+    return ranks
 
 
 def make_score(config: Config, port: Port) -> Score:
@@ -295,13 +360,33 @@ def read_prompts(config: Config) -> list[str]:
     return lines
 
 
+def save(run: Run, out: Path, gated: str, validation: list[dict[str, float]]) -> None:
+    """Write a checkpoint, in the first process alone.
+
+    Raises:
+        OSError: it could not be written; in every process, so that none waits for another.
+    """
+    from loudfail.trainer import checkpoint
+
+    error: OSError | None = None
+    if run.ranks.rank == 0:
+        try:
+            checkpoint.save(out / "checkpoints", snapshot(run, gated, validation), run.config.checkpoints.keep)
+        except OSError as problem:
+            error = problem
+    if run.ranks.any(error is not None, run.port.device):
+        raise error or OSError("the first process could not write a checkpoint")
+
+
 def snapshot(run: Run, gated: str, validation: list[dict[str, float]]) -> Checkpoint:
     """The state of a run after a step."""
     from loudfail.trainer import adapters
     from loudfail.trainer.checkpoint import Checkpoint, optimizer_state
 
     tensors = {f"adapter/{name}/{key}": value for name in (adapters.TRAINED, adapters.OLD) for key, value in run.port.adapter_state(name).items()}
-    tensors |= optimizer_state(run.optimizer, run.port.trainable())
+    tensors |= {f"adapter/{adapters.OLD}/{key}": value for key, value in (run.old or {}).items()}
+    tensors |= {f"master/{name}": value for name, value in run.parameters.items() if value is not run.port.trainable()[name]}
+    tensors |= optimizer_state(run.optimizer, run.parameters)
     record = {"config": run.config.plain(), "gated": gated, "version": run.version, "validation": validation, "monitors": run.watch.counts}
     return Checkpoint(run.step, tensors, record)
 
@@ -309,12 +394,15 @@ def snapshot(run: Run, gated: str, validation: list[dict[str, float]]) -> Checkp
 def restore(run: Run, saved: Checkpoint) -> list[dict[str, float]]:
     """Put a run into the state of a checkpoint; the validations until then."""
     from loudfail.trainer import adapters, loop
-    from loudfail.trainer.checkpoint import restore_optimizer
+    from loudfail.trainer.checkpoint import restore_masters, restore_optimizer
 
     for name in (adapters.TRAINED, adapters.OLD):
         prefix = f"adapter/{name}/"
         run.port.load_adapter(name, {key.removeprefix(prefix): value for key, value in saved.tensors.items() if key.startswith(prefix)})
-    restore_optimizer(run.optimizer, run.port.trainable(), saved.tensors)
+    if run.port.dtype == "bfloat16":
+        run.old = {key.removeprefix(prefix): value for key, value in saved.tensors.items() if key.startswith(prefix)}
+    restore_masters(run.parameters, run.port.trainable(), saved.tensors)
+    restore_optimizer(run.optimizer, run.parameters, saved.tensors)
     run.step, run.version, run.watch.counts = saved.step, saved.record["version"] - 1, saved.record["monitors"]
     loop.hand_over(run)
     return saved.record["validation"]
@@ -392,6 +480,13 @@ def _trim(metrics: Path, step: int) -> list[dict[str, Any]]:
     part.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(part, metrics)
     return records
+
+
+def _checkpoint_advice(out: Path) -> str:
+    from loudfail.trainer import checkpoint
+
+    there = checkpoint.listed(out / "checkpoints")
+    return f"the last checkpoint, {there[-1]}, is whole: go on with --resume" if there else "no checkpoint was written yet: start again"
 
 
 def _progress(record: dict[str, Any], steps: int, seconds: float) -> str:

@@ -353,7 +353,9 @@ class H3(Port):
 
         if name not in self.adapter_names():
             raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
-        return {key: value.detach().float().cpu().clone() for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()}
+        return {
+            key: value.detach().to("cpu", torch.float32, copy=True) for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()
+        }
 
     def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         from peft import set_peft_model_state_dict
@@ -399,7 +401,7 @@ class H3(Port):
 
     def base_state(self) -> dict[str, torch.Tensor]:
         state = {name.replace(".base_layer.", "."): value for name, value in self.actor.state_dict().items() if ".lora_" not in name}
-        return {name: value.detach().cpu() for name, value in state.items()}
+        return {name: getattr(value, "full_tensor", lambda value=value: value)().detach().cpu() for name, value in state.items()}
 
     # -- engine ------------------------------------------------------------------------------------------------------------------------------
     def engine(self, degree: int) -> VllmOmniRollout:
