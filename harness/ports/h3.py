@@ -9,27 +9,23 @@ rollout is vLLM-Omni's ``MiniMaxH3DiTModel`` with vLLM-Omni's own layout builder
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from weakref import WeakSet
 
 import torch
 
+from loudfail.harness.actor import FusedPort
 from loudfail.harness.case import Case
-from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, LoRAParts, VllmOmniRollout
+from loudfail.harness.engines.vllm_omni import FusedModel, LoRAParts
 from loudfail.harness.media import Media
-from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, Update, find_reward, find_trainer
+from loudfail.harness.port import AdapterConfig, Conditions, RowTable, Step, Trajectory
 from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
 from loudfail.harness.ports.h3_text import Presentation, rollout_encoder_classes
-from loudfail.harness.violation import Unavailable
-from loudfail.harness.world import World, preload
+from loudfail.harness.world import World
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 SHIFT = {"video": 12.0, "audio": 3.0}
@@ -51,17 +47,14 @@ SCALES: dict[str, dict[str, Any]] = {
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "h3_tiny.safetensors"
 
 
-class H3(Port):
+class H3(FusedPort):
     """MiniMax H3, text to video and audio (T2VA) and first / last frame (FL2VA).
 
-    Args:
-        scale: ``tiny`` (the tiny trained checkpoint) or ``wide`` (released widths, one block and one refiner block, random weights).
-        weights: folder of a Diffusers checkpoint (``transformer/``, ``text_encoder/``, …) to use instead.
-        device: ``cpu`` or ``cuda``.
-        dtype: ``float32`` or ``bfloat16`` (upstream's float32 modules stay float32).
+    Arguments: `FusedPort`. Scale ``wide`` has one block and one refiner block.
     """
 
     name = "h3"
+    scales, checkpoint = SCALES, CHECKPOINT
     modalities = ("video", "audio")
     extents = {"frames": (2, 7), "height": (4, 6, 2), "width": (4, 2, 8), "audio": (8, 5, 13)}
     givens = ((), ("first",), ("last",), ("first", "last"))
@@ -69,49 +62,24 @@ class H3(Port):
     given_sigma = 1 - GIVEN_TIME
     shift = SHIFT
     rates = {"video": 24.0, "audio": 32_000.0}
-    scorers = "loudfail.trainer.rewards.build:tiny_reward"
-    trainer = "loudfail.trainer.update:make"
     time_axis = {"video": 1, "audio": 2}
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
-        if scale not in SCALES:
-            raise ValueError(f"scale {scale!r} is none of {', '.join(SCALES)}")
         super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
-        preload(*PRELOAD)  # let the rollout import while the actor does
-        self._engines: dict[int, VllmOmniRollout] = {}
         self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
-    # -- the actor ---------------------------------------------------------------------------------------------------------------------------
-    @cached_property
-    def actor(self) -> Any:
-        """``diffusers.MiniMaxH3Transformer3DModel`` with the adapter ``default``, which trains."""
-        actor = self._actor
-        self.add_adapter("default", self.adapter)
-        self.select_trainable("default")
-        return actor
-
-    @cached_property
-    def _actor(self) -> Any:
-        """The actor before it has an adapter."""
+    def transformer(self) -> Any:
         from diffusers import MiniMaxH3Transformer3DModel
 
-        if self.weights is not None:
-            folder = Path(self.weights) / "transformer"
-            if not folder.is_dir():
-                raise Unavailable(f"no folder {folder}; --weights wants a Diffusers checkpoint with transformer/, text_encoder/, vae/ …")
-            model = MiniMaxH3Transformer3DModel.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
-        else:
-            with mock.patch.object(torch.nn.Linear, "reset_parameters", return_value=None):  # every weight is written below
-                model = MiniMaxH3Transformer3DModel(**SCALES[self.scale])
-            if self.scale == "tiny" and CHECKPOINT.is_file():
-                from safetensors.torch import load_file
+        return MiniMaxH3Transformer3DModel
 
-                model.load_state_dict(load_file(CHECKPOINT))
-            else:
-                _randomize(model)
-            if self.dtype != "float32":
-                _cast(model, getattr(torch, self.dtype))
-        return model.requires_grad_(False).to(self.device).eval()
+    def fused(self, config: dict[str, Any]) -> H3Fused:
+        hidden = config["hidden_size"]  # the engine's configuration has these two widths as constants of the released model
+        return H3Fused(config | {"adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden})
+
+    def shards(self) -> dict[str, int]:
+        scale = SCALES[self.scale]
+        return {"attention heads": scale.get("num_attention_heads", 56), "feed-forward width": scale.get("ffn_dim", 14336)}
 
     # -- objective ---------------------------------------------------------------------------------------------------------------------------
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
@@ -321,123 +289,9 @@ class H3(Port):
             steps.append(Step(before, now, velocity, after))
         return Trajectory(steps)
 
-    # -- adapter -----------------------------------------------------------------------------------------------------------------------------
-    def projections(self) -> dict[str, tuple[int, int]]:
-        found = {}
-        for name, module in self.actor.named_modules():
-            if any(name.endswith(f".{target}") for target in self.adapter.targets) and hasattr(module, "in_features"):
-                found[name] = (module.out_features, module.in_features)
-        return found
-
-    def add_adapter(self, name: str, config: AdapterConfig) -> None:
-        from peft import LoraConfig
-
-        model = self._actor
-        before = {n for n, p in model.named_parameters() if p.requires_grad}
-        present = list(getattr(model, "peft_config", {}))
-        if name in present:
-            model.delete_adapters(name)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
-            model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets)), adapter_name=name)
-        if before and present:
-            for parameter_name, parameter in model.named_parameters():
-                parameter.requires_grad_(parameter_name in before)
-            self._select("default", keep_flags=True)
-
-    def adapter_names(self) -> list[str]:
-        return list(getattr(self.actor, "peft_config", {}))
-
-    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
-        from peft import get_peft_model_state_dict
-
-        if name not in self.adapter_names():
-            raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
-        return {
-            key: value.detach().to("cpu", torch.float32, copy=True) for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()
-        }
-
-    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        from peft import set_peft_model_state_dict
-
-        here = self.adapter_state(name)
-        wrong = sorted(set(here) ^ set(state)) or sorted(key for key in here if here[key].shape != state[key].shape)
-        if wrong:
-            raise ValueError(f"adapter {name!r}: {len(wrong)} names or shapes do not match, for example {wrong[:3]}")
-        set_peft_model_state_dict(self.actor, {key: value.clone() for key, value in state.items()}, adapter_name=name)
-
-    @contextmanager
-    def using(self, name: str | None) -> Iterator[None]:
-        actor = self.actor
-        flags = {n: p.requires_grad for n, p in actor.named_parameters()}
-        active = actor.active_adapters()
-        if name is None:
-            actor.disable_adapters()
-        else:
-            self._select(name, keep_flags=True)
-        try:
-            yield
-        finally:
-            if name is None:
-                actor.enable_adapters()
-            actor.set_adapter(active)
-            for n, p in actor.named_parameters():
-                p.requires_grad_(flags[n])
-
-    def _select(self, name: str, *, keep_flags: bool) -> None:
-        flags = {n: p.requires_grad for n, p in self._actor.named_parameters()}
-        self._actor.set_adapter(name)
-        if keep_flags:
-            for n, p in self._actor.named_parameters():
-                p.requires_grad_(flags[n])
-
-    def select_trainable(self, name: str) -> None:
-        self._actor.set_adapter(name)
-        for parameter_name, parameter in self._actor.named_parameters():
-            parameter.requires_grad_(f".{name}." in parameter_name)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        return {name: parameter for name, parameter in self.actor.named_parameters() if parameter.requires_grad}
-
-    def base_state(self) -> dict[str, torch.Tensor]:
-        state = {name.replace(".base_layer.", "."): value for name, value in self.actor.state_dict().items() if ".lora_" not in name}
-        return {name: getattr(value, "full_tensor", lambda value=value: value)().detach().cpu() for name, value in state.items()}
-
     # -- engine ------------------------------------------------------------------------------------------------------------------------------
-    def engine(self, degree: int) -> VllmOmniRollout:
-        self.check_degree(degree)
-        if degree in self._engines and not self._engines[degree].world.alive:
-            self._engines.pop(degree).world.check()  # says so if a rank died unseen; what a failed call closed is built again
-        if degree not in self._engines:
-            config = {key: value for key, value in dict(self.actor.config).items() if not key.startswith("_")}
-            hidden = config["hidden_size"]  # the engine's configuration has these two widths as constants of the released model
-            config |= {"adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden}
-            threads = 1
-            if self.scale != "tiny" or self.weights is not None:  # one engine at a time is all that memory has room for
-                self.close()
-                threads = max(1, (os.cpu_count() or 1) // degree)
-            engine = VllmOmniRollout(H3Fused(config), degree, dtype=self.dtype, device=self.device, threads=threads)
-            engine.load_base(self.base_state())
-            self._engines[degree] = engine
-        return self._engines[degree]
-
-    def check_degree(self, degree: int) -> None:
-        if self.weights is not None:
-            return  # the engine itself checks; its configuration is in the checkpoint
-        for what, size in (
-            ("attention heads", SCALES[self.scale].get("num_attention_heads", 56)),
-            ("feed-forward width", SCALES[self.scale].get("ffn_dim", 14336)),
-        ):
-            if size % degree:
-                raise ValueError(f"tensor-parallel degree {degree} does not divide the {size} of the {what}")
-
     def computed_buffers(self) -> dict[str, torch.Tensor]:
         return {"rope.inv_freq": self.actor.rope.inv_freq.float().cpu()}
-
-    def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-        self._engines.clear()
 
     # -- prompt ------------------------------------------------------------------------------------------------------------------------------
     def tokenize(self, text: str) -> tuple[int, ...]:
@@ -537,29 +391,6 @@ class H3(Port):
     def autoencoders(self) -> Autoencoders:
         return Autoencoders(self.weights, self.device)
 
-    def reward(self) -> Reward:
-        return self._reward
-
-    @cached_property
-    def _reward(self) -> Reward:
-        return find_reward(self.scorers)
-
-    def update(self) -> Update:
-        return find_trainer(self.trainer)(self)
-
-    # -- trained -----------------------------------------------------------------------------------------------------------------------------
-    def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
-        from loudfail.harness import synthetic
-
-        if self.scale != "tiny" or self.weights is not None or not CHECKPOINT.is_file():
-            raise Unavailable(
-                "only the built-in checkpoint of scale 'tiny' was trained on the synthetic world; use neither --weights nor another --scale"
-            )
-        extent = {axis: sizes[0] for axis, sizes in self.extents.items()}  # most of what it was trained on
-        classes = [index % len(synthetic.PROMPTS) for index in range(count)]
-        latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed)
-        return latents, [self.condition(self.tokenize(synthetic.PROMPTS[index])) for index in classes]
-
     # -- shared ------------------------------------------------------------------------------------------------------------------------------
     def classes(self) -> list[str]:
         kinds = {type(self.actor), type(self.schedulers["video"]), type(self.text_encoder), type(self.tokenizer)}
@@ -628,24 +459,6 @@ def _table(seen: Mapping[str, Any], output: Sequence[torch.Tensor], place: int, 
         {"video": seen["hidden_states"][place].detach().cpu(), "audio": seen["audio_hidden_states"][place].detach().cpu()},
         {"video": output[0], "audio": output[1], "sample": torch.tensor(place)},
     )
-
-
-@torch.no_grad()
-def _randomize(model: Any) -> None:
-    """Seeded weights of standard deviation ``0.7 / sqrt(in)``, biases and norms that are not trivial."""
-    generator = torch.Generator().manual_seed(20260101)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
-            parameter.uniform_(-1, 1, generator=generator).mul_(0.7 * (3 / parameter.shape[1]) ** 0.5)
-        else:
-            parameter.uniform_(-0.1, 0.1, generator=generator).add_(0 if name.endswith("bias") else 1)
-
-
-def _cast(model: Any, dtype: torch.dtype) -> None:
-    """To ``dtype``, with the modules that upstream keeps in float32 left there (``model.to`` would cast them too)."""
-    for name, parameter in model.named_parameters():
-        if not any(kept in name for kept in model._keep_in_fp32_modules):
-            parameter.data = parameter.data.to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- what follows runs in the ranks

@@ -1,0 +1,252 @@
+"""What ports have in common whose actor is a Diffusers transformer with PEFT adapters and whose rollout is a fused model in vLLM-Omni's engine.
+
+A subclass says which model it is; nothing here knows one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from loudfail.harness.case import Case
+from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, VllmOmniRollout
+from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, Update, find_reward, find_trainer
+from loudfail.harness.violation import Unavailable
+from loudfail.harness.world import preload
+
+
+class FusedPort(Port):
+    """A Diffusers actor with PEFT, a rollout in vLLM-Omni.
+
+    Class attributes:
+        scales: scale → architecture, as keyword arguments of the transformer; ``tiny`` and ``wide``.
+        checkpoint: weights of scale ``tiny`` that were trained on the synthetic world; random ones where there is no such file.
+
+    Args:
+        scale: ``tiny`` (the tiny trained checkpoint) or ``wide`` (released widths, few blocks, random weights).
+        weights: folder of a Diffusers checkpoint (``transformer/``, ``text_encoder/``, …) to use instead.
+        device: ``cpu`` or ``cuda``.
+        dtype: ``float32`` or ``bfloat16`` (upstream's float32 modules stay float32).
+
+    Raises:
+        ValueError: no such scale.
+    """
+
+    scales: Mapping[str, Mapping[str, Any]] = {}
+    checkpoint: Path
+    scorers = "loudfail.trainer.rewards.build:tiny_reward"
+    trainer = "loudfail.trainer.update:make"
+
+    def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
+        if scale not in self.scales:
+            raise ValueError(f"scale {scale!r} is none of {', '.join(self.scales)}")
+        super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
+        preload(*PRELOAD)  # let the rollout import while the actor does
+        self._engines: dict[int, VllmOmniRollout] = {}
+
+    def transformer(self) -> Any:
+        """The class of the actor."""
+        raise NotImplementedError
+
+    def fused(self, config: dict[str, Any]) -> FusedModel:
+        """What is specific to the fused model, for the actor's configuration."""
+        raise NotImplementedError
+
+    def shards(self) -> Mapping[str, int]:
+        """What tensor parallelism splits → its size, to see before any rank is started whether a degree divides it."""
+        return {}
+
+    # -- the actor ---------------------------------------------------------------------------------------------------------------------------
+    @cached_property
+    def actor(self) -> Any:
+        """The transformer with the adapter ``default``, which trains."""
+        actor = self._actor
+        self.add_adapter("default", self.adapter)
+        self.select_trainable("default")
+        return actor
+
+    @cached_property
+    def _actor(self) -> Any:
+        """The actor before it has an adapter."""
+        kind = self.transformer()
+        if self.weights is not None:
+            folder = Path(self.weights) / "transformer"
+            if not folder.is_dir():
+                raise Unavailable(f"no folder {folder}; --weights wants a Diffusers checkpoint with transformer/, text_encoder/, vae/ …")
+            model = kind.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
+        else:
+            with mock.patch.object(torch.nn.Linear, "reset_parameters", return_value=None):  # every weight is written below
+                model = kind(**self.scales[self.scale])
+            if self.scale == "tiny" and self.checkpoint.is_file():
+                from safetensors.torch import load_file
+
+                model.load_state_dict(load_file(self.checkpoint))
+            else:
+                _randomize(model)
+            if self.dtype != "float32":
+                _cast(model, getattr(torch, self.dtype))
+        return model.requires_grad_(False).to(self.device).eval()
+
+    # -- adapter -----------------------------------------------------------------------------------------------------------------------------
+    def projections(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for name, module in self.actor.named_modules():
+            if any(name.endswith(f".{target}") for target in self.adapter.targets) and hasattr(module, "in_features"):
+                found[name] = (module.out_features, module.in_features)
+        return found
+
+    def add_adapter(self, name: str, config: AdapterConfig) -> None:
+        from peft import LoraConfig
+
+        model = self._actor
+        before = {n for n, p in model.named_parameters() if p.requires_grad}
+        present = list(getattr(model, "peft_config", {}))
+        if name in present:
+            model.delete_adapters(name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
+            model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets)), adapter_name=name)
+        if before and present:
+            for parameter_name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter_name in before)
+            self._select("default", keep_flags=True)
+
+    def adapter_names(self) -> list[str]:
+        return list(getattr(self.actor, "peft_config", {}))
+
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
+        from peft import get_peft_model_state_dict
+
+        if name not in self.adapter_names():
+            raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
+        return {
+            key: value.detach().to("cpu", torch.float32, copy=True) for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()
+        }
+
+    def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        from peft import set_peft_model_state_dict
+
+        here = self.adapter_state(name)
+        wrong = sorted(set(here) ^ set(state)) or sorted(key for key in here if here[key].shape != state[key].shape)
+        if wrong:
+            raise ValueError(f"adapter {name!r}: {len(wrong)} names or shapes do not match, for example {wrong[:3]}")
+        set_peft_model_state_dict(self.actor, {key: value.clone() for key, value in state.items()}, adapter_name=name)
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        actor = self.actor
+        flags = {n: p.requires_grad for n, p in actor.named_parameters()}
+        active = actor.active_adapters()
+        if name is None:
+            actor.disable_adapters()
+        else:
+            self._select(name, keep_flags=True)
+        try:
+            yield
+        finally:
+            if name is None:
+                actor.enable_adapters()
+            actor.set_adapter(active)
+            for n, p in actor.named_parameters():
+                p.requires_grad_(flags[n])
+
+    def _select(self, name: str, *, keep_flags: bool) -> None:
+        flags = {n: p.requires_grad for n, p in self._actor.named_parameters()}
+        self._actor.set_adapter(name)
+        if keep_flags:
+            for n, p in self._actor.named_parameters():
+                p.requires_grad_(flags[n])
+
+    def select_trainable(self, name: str) -> None:
+        self._actor.set_adapter(name)
+        for parameter_name, parameter in self._actor.named_parameters():
+            parameter.requires_grad_(f".{name}." in parameter_name)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.actor.named_parameters() if parameter.requires_grad}
+
+    def base_state(self) -> dict[str, torch.Tensor]:
+        state = {name.replace(".base_layer.", "."): value for name, value in self.actor.state_dict().items() if ".lora_" not in name}
+        return {name: getattr(value, "full_tensor", lambda value=value: value)().detach().cpu() for name, value in state.items()}
+
+    # -- engine ------------------------------------------------------------------------------------------------------------------------------
+    def engine(self, degree: int) -> VllmOmniRollout:
+        self.check_degree(degree)
+        if degree in self._engines and not self._engines[degree].world.alive:
+            self._engines.pop(degree).world.check()  # says so if a rank died unseen; what a failed call closed is built again
+        if degree not in self._engines:
+            config = {key: value for key, value in dict(self.actor.config).items() if not key.startswith("_")}
+            threads = 1
+            if self.scale != "tiny" or self.weights is not None:  # one engine at a time is all that memory has room for
+                self.close()
+                threads = max(1, (os.cpu_count() or 1) // degree)
+            engine = VllmOmniRollout(self.fused(config), degree, dtype=self.dtype, device=self.device, threads=threads)
+            engine.load_base(self.base_state())
+            self._engines[degree] = engine
+        return self._engines[degree]
+
+    def check_degree(self, degree: int) -> None:
+        if self.weights is not None:
+            return  # the engine itself checks; its configuration is in the checkpoint
+        for what, size in self.shards().items():
+            if size % degree:
+                raise ValueError(f"tensor-parallel degree {degree} does not divide the {size} of the {what}")
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    # -- reward, update ----------------------------------------------------------------------------------------------------------------------
+    def reward(self) -> Reward:
+        return self._reward
+
+    @cached_property
+    def _reward(self) -> Reward:
+        return find_reward(self.scorers)
+
+    def update(self) -> Update:
+        return find_trainer(self.trainer)(self)
+
+    # -- trained -----------------------------------------------------------------------------------------------------------------------------
+    def trained_batch(self, seed: int, count: int) -> tuple[dict[str, torch.Tensor], list[Conditions]]:
+        from loudfail.harness import synthetic
+
+        if self.scale != "tiny" or self.weights is not None or not self.checkpoint.is_file():
+            raise Unavailable(
+                "only the built-in checkpoint of scale 'tiny' was trained on the synthetic world; use neither --weights nor another --scale"
+            )
+        extent = {axis: sizes[0] for axis, sizes in self.extents.items()}  # most of what it was trained on
+        classes = [index % len(synthetic.PROMPTS) for index in range(count)]
+        latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed)
+        return latents, [self.condition(self.tokenize(synthetic.PROMPTS[index])) for index in classes]
+
+    def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
+        """Conditions of one sample from token ids and, by name, clean given latents; ``seed`` is that of its request."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> None:
+    """Seeded weights of standard deviation ``0.7 / sqrt(in)``, biases and norms that are not trivial."""
+    generator = torch.Generator().manual_seed(20260101)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.uniform_(-1, 1, generator=generator).mul_(0.7 * (3 / parameter.shape[1]) ** 0.5)
+        else:
+            parameter.uniform_(-0.1, 0.1, generator=generator).add_(0 if name.endswith("bias") else 1)
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """To ``dtype``, with the modules that upstream keeps in float32 left there (``model.to`` would cast them too)."""
+    for name, parameter in model.named_parameters():
+        if not any(kept in name for kept in model._keep_in_fp32_modules or ()):
+            parameter.data = parameter.data.to(dtype)
