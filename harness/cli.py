@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
 import os
@@ -113,6 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return HOLDS
     except opts.UsageProblem as error:
         return _complain(str(error))
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own. Once Triton is loaded, the process ends without the interpreter's teardown, at which Triton's binding library
+    writes some sixty lines about objects that are still alive, below the verdict."""
+    code = main()
+    if "triton" in sys.modules:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _complain(message: str, code: int = USAGE) -> int:
@@ -320,4 +333,4 @@ def _new(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
