@@ -202,6 +202,18 @@ def shard(model: Any, ranks: Ranks, device: str) -> Ranks:
     return Ranks(ranks.rank, ranks.size, Pace(model))
 
 
+def compile_blocks(model: Any) -> None:
+    """Compile the repeated blocks, once for all of a kind.
+
+    Raises:
+        ValueError: the model names no repeated blocks.
+    """
+    # Each adapter, none, and with or without gradient is a variant of the same code; past the limit, blocks would silently not be compiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for block in repeated_blocks(model):
+        block.compile()
+
+
 def repeated_blocks(model: Any) -> list[torch.nn.Module]:
     """The blocks that a diffusers model repeats, by its own account.
 

@@ -301,7 +301,7 @@ def prepare_actor(config: Config, port: Port, ranks: Ranks) -> Ranks:
     Raises:
         ConfigProblem: the port's actor cannot do it.
     """
-    from loudfail.trainer.parallel import shard
+    from loudfail.trainer.parallel import compile_blocks, shard
 
     model = config.model
     try:
@@ -310,7 +310,7 @@ def prepare_actor(config: Config, port: Port, ranks: Ranks) -> Ranks:
         if model.gradient_checkpointing:
             port.actor.enable_gradient_checkpointing()
         if model.compile:
-            port.actor.compile_repeated_blocks()
+            compile_blocks(port.actor)
         if config.parallel.shard == "fsdp" and ranks.size > 1:
             return shard(port.actor, ranks, port.device)
     except (AttributeError, ValueError) as error:
