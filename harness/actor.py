@@ -7,20 +7,35 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 
 from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, VllmOmniRollout
-from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, Update, find_reward, find_trainer
+from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, Update, find_reward, find_trainer
 from loudfail.harness.violation import Unavailable
-from loudfail.harness.world import preload
+from loudfail.harness.world import Rank, World, preload
+
+Latents = Mapping[str, torch.Tensor]
+Sigmas = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class VendorStep:
+    """Rows of one sample before and after one step of the vendor's loop, generated rows only, and the vendor's own sigmas."""
+
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    sigma: dict[str, torch.Tensor]
+    sigma_after: dict[str, torch.Tensor]
 
 
 class FusedPort(Port):
@@ -51,6 +66,7 @@ class FusedPort(Port):
         super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
         preload(*PRELOAD)  # let the rollout import while the actor does
         self._engines: dict[int, VllmOmniRollout] = {}
+        self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
     def transformer(self) -> Any:
         """The class of the actor."""
@@ -94,6 +110,69 @@ class FusedPort(Port):
             if self.dtype != "float32":
                 _cast(model, getattr(torch, self.dtype))
         return model.requires_grad_(False).to(self.device).eval()
+
+    # -- packing -----------------------------------------------------------------------------------------------------------------------------
+    def unpack(self, rows: Latents, case: Case) -> dict[str, torch.Tensor]:
+        return self.unpack_rows(rows, self.shapes(case))
+
+    def unpack_rows(self, rows: Latents, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Rows ``(B, rows, width)`` to latents of these shapes of one sample."""
+        raise NotImplementedError
+
+    def groups(self, sigmas: Sigmas, conditions: Sequence[Conditions]) -> list[list[int]]:
+        """Samples of a batch that go into one model call together, in the order of the calls that `predict_velocity` makes."""
+        raise NotImplementedError
+
+    def row_table(self, seen: Mapping[str, Any], output: Any, place: int, rows: Mapping[str, int]) -> RowTable:
+        """The table of one sample.
+
+        Args:
+            seen: arguments that the transformer really got.
+            output: what it returned.
+            place: of the sample in that call.
+            rows: modality → number of generated rows.
+        """
+        raise NotImplementedError
+
+    def observe(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> tuple[dict[str, torch.Tensor], list[RowTable]]:
+        calls: list[tuple[dict[str, Any], Any]] = []
+
+        def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            for value in output:
+                if value.requires_grad:
+                    value.retain_grad()
+            calls.append((kwargs, output))
+
+        handle = self.actor.register_forward_hook(keep, with_kwargs=True)
+        try:
+            velocity = self.predict_velocity(latents, sigmas, conditions)
+        finally:
+            handle.remove()
+        rows = {modality: packed.shape[1] for modality, packed in self.pack(latents).items()}
+        tables: dict[int, RowTable] = {}
+        for members, (seen, output) in zip(self.groups(sigmas, conditions), calls, strict=True):
+            for place, index in enumerate(members):
+                tables[index] = self.row_table(seen, output, place, rows)
+        return velocity, [tables[index] for index in range(len(conditions))]
+
+    # -- vendor ------------------------------------------------------------------------------------------------------------------------------
+    def vendor_steps(self, noise: Latents, calls: int, condition: Conditions) -> list[VendorStep]:
+        """The vendor's own sampling loop for one sample, noise without batch axis, call by call."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def vendor_rollout(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+        samples = [self.vendor_steps({m: v[i] for m, v in noise.items()}, calls, condition) for i, condition in enumerate(conditions)]
+        shapes = {modality: tuple(value.shape[1:]) for modality, value in noise.items()}
+        steps = []
+        for parts in zip(*samples, strict=True):
+            before = self.unpack_rows({m: torch.stack([p.before[m] for p in parts]) for m in self.modalities}, shapes)
+            after = self.unpack_rows({m: torch.stack([p.after[m] for p in parts]) for m in self.modalities}, shapes)
+            now = {m: torch.stack([p.sigma[m] for p in parts]) for m in self.modalities}
+            then = {m: torch.stack([p.sigma_after[m] for p in parts]) for m in self.modalities}
+            velocity = {m: (before[m] - after[m]) / (now[m] - then[m]).view(-1, *[1] * (before[m].ndim - 1)) for m in self.modalities}
+            steps.append(Step(before, now, velocity, after))
+        return Trajectory(steps)
 
     # -- adapter -----------------------------------------------------------------------------------------------------------------------------
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -205,6 +284,22 @@ class FusedPort(Port):
             engine.close()
         self._engines.clear()
 
+    # -- prompt ------------------------------------------------------------------------------------------------------------------------------
+    #: What ran as the rollout's text encoder, read in a rank; called only where one was loaded.
+    encoder_classes: Callable[[Rank], list[str]]
+
+    def encoding_world(self, load: Callable[[World], None]) -> World:
+        """The world of an engine that is there (degree 1 if none is), in which ``load`` has put the rollout's text encoder once.
+
+        Raises:
+            Unavailable: no engine on this machine.
+        """
+        world = self.engine(min((degree for degree, engine in self._engines.items() if engine.world.alive), default=1)).world
+        if world not in self._encoding:
+            load(world)
+            self._encoding.add(world)
+        return world
+
     # -- reward, update ----------------------------------------------------------------------------------------------------------------------
     def reward(self) -> Reward:
         return self._reward
@@ -232,6 +327,21 @@ class FusedPort(Port):
     def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
         """Conditions of one sample from token ids and, by name, clean given latents; ``seed`` is that of its request."""
         raise NotImplementedError
+
+    # -- shared ------------------------------------------------------------------------------------------------------------------------------
+    def parts(self) -> list[Any]:
+        """The upstream objects that run here."""
+        return [self.actor]
+
+    def classes(self) -> list[str]:
+        names = {f"{type(part).__module__}.{type(part).__qualname__}" for part in self.parts()}
+        if "_reward" in vars(self):
+            names |= {f"{name} (reward: {weights})" for name, weights in self._reward.origins().items()}
+        for engine in self._engines.values():
+            names |= set(engine.classes())
+            if engine.world in self._encoding and engine.world.alive:
+                names |= set(engine.world.call(type(self).encoder_classes)[0])
+        return sorted(names)
 
 
 @torch.no_grad()

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from loudfail.harness.actor import FusedPort
+from loudfail.harness.actor import FusedPort, VendorStep
 from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import FusedModel, LoRAParts
 from loudfail.harness.media import Media
@@ -63,10 +62,7 @@ class H3(FusedPort):
     shift = SHIFT
     rates = {"video": 24.0, "audio": 32_000.0}
     time_axis = {"video": 1, "audio": 2}
-
-    def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
-        super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
-        self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
+    encoder_classes = staticmethod(rollout_encoder_classes)
 
     def transformer(self) -> Any:
         from diffusers import MiniMaxH3Transformer3DModel
@@ -145,7 +141,7 @@ class H3(FusedPort):
 
     @lru_cache(maxsize=256)  # noqa: B019  a port lives as long as the run
     def _encode_keyframe(self, pixels: bytes, shape: tuple[int, ...]) -> torch.Tensor:
-        return encode_keyframes(self.autoencoders, [_image(pixels, shape)])[0]
+        return encode_keyframes(self.autoencoders, [_image(pixels, shape)])[0].cpu()
 
     @cached_property
     def schedulers(self) -> dict[str, Any]:
@@ -165,16 +161,16 @@ class H3(FusedPort):
     ) -> dict[str, torch.Tensor]:
         rows = self.pack(latents)
         raw: dict[str, list[Any]] = {modality: [None] * len(conditions) for modality in self.modalities}
-        for members in self._groups(sigmas, conditions):
+        for members in self.groups(sigmas, conditions):
             inputs, layout = self._inputs(latents, rows, sigmas, conditions, members)
             video, audio = self.actor(**inputs, return_dict=False)
             for place, index in enumerate(members):
                 raw["video"][index] = video[place, layout.given_rows :]
                 raw["audio"][index] = audio[place]
         shapes = {modality: value.shape[1:] for modality, value in latents.items()}
-        return self._unpack({modality: -torch.stack(value).float() for modality, value in raw.items()}, shapes)
+        return self.unpack_rows({m: -torch.stack(value).float().to(latents[m].device) for m, value in raw.items()}, shapes)
 
-    def _groups(self, sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> list[list[int]]:
+    def groups(self, sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> list[list[int]]:
         """Samples that share a layout and both noise levels: H3's batch axis only repeats one packed layout."""
         groups: dict[Any, list[int]] = {}
         for index, condition in enumerate(conditions):
@@ -232,36 +228,29 @@ class H3(FusedPort):
             "audio": audio.permute(0, 1, 3, 2).reshape(audio.shape[0], -1, AUDIO_CHANNELS),
         }
 
-    def unpack(self, rows: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
-        return self._unpack(rows, self.shapes(case))
-
-    def _unpack(self, rows: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    def unpack_rows(self, rows: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         channels, frames, height, width = shapes["video"]
         video = rows["video"].reshape(-1, frames, height // 2, width // 2, channels, *PATCH).permute(0, 4, 1, 5, 2, 6, 3, 7)
         audio = rows["audio"].reshape(-1, STEREO, shapes["audio"][2], AUDIO_CHANNELS).permute(0, 1, 3, 2)
         return {"video": video.reshape(-1, channels, frames, height, width), "audio": audio}
 
-    def observe(
-        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
-    ) -> tuple[dict[str, torch.Tensor], list[RowTable]]:
-        calls: list[tuple[dict[str, Any], Any]] = []
-
-        def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            for value in output:
-                if value.requires_grad:
-                    value.retain_grad()
-            calls.append((kwargs, output))
-
-        handle = self.actor.register_forward_hook(keep, with_kwargs=True)
-        try:
-            velocity = self.predict_velocity(latents, sigmas, conditions)
-        finally:
-            handle.remove()
-        tables: dict[int, RowTable] = {}
-        for members, (seen, output) in zip(self._groups(sigmas, conditions), calls, strict=True):
-            for place, index in enumerate(members):
-                tables[index] = _table(seen, output, place, generated=self.pack(latents)["video"].shape[1])
-        return velocity, [tables[index] for index in range(len(conditions))]
+    def row_table(self, seen: Mapping[str, Any], output: Any, place: int, rows: Mapping[str, int]) -> RowTable:
+        """A `RowTable` from the arguments that the transformer really got."""
+        total = seen["position_ids"].shape[0]
+        modality = ["?"] * total
+        for name, indices in (("text", seen["text_indices"]), ("video", seen["video_indices"]), ("audio", seen["audio_indices"])):
+            for row in indices.tolist():
+                modality[row] = name
+        given = torch.zeros(total, dtype=torch.bool)
+        given[seen["video_indices"][: seen["video_indices"].numel() - rows["video"]].cpu()] = True
+        return RowTable(
+            tuple(modality),
+            given,
+            (1.0 - seen["timestep"][seen["timestep_indices"]]).float().cpu(),
+            seen["position_ids"].cpu(),
+            {"video": seen["hidden_states"][place].detach().cpu(), "audio": seen["audio_hidden_states"][place].detach().cpu()},
+            {"video": output[0], "audio": output[1], "sample": torch.tensor(place)},
+        )
 
     # -- vendor ------------------------------------------------------------------------------------------------------------------------------
     def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
@@ -273,21 +262,10 @@ class H3(FusedPort):
             grids[modality] = scheduler.sigmas
         return grids
 
-    @torch.no_grad()
-    def vendor_rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
+    def vendor_steps(self, noise: Mapping[str, torch.Tensor], calls: int, condition: Conditions) -> list[VendorStep]:
         from loudfail.harness.ports import h3_vendor
 
-        samples = [h3_vendor.denoise(self.actor, {m: v[i] for m, v in noise.items()}, calls, c) for i, c in enumerate(conditions)]
-        shapes = {modality: value.shape[1:] for modality, value in noise.items()}
-        steps = []
-        for parts in zip(*samples, strict=True):
-            before = self._unpack({m: torch.stack([p.before[m] for p in parts]) for m in self.modalities}, shapes)
-            after = self._unpack({m: torch.stack([p.after[m] for p in parts]) for m in self.modalities}, shapes)
-            now = {m: torch.stack([p.sigma[m] for p in parts]) for m in self.modalities}
-            then = {m: torch.stack([p.sigma_after[m] for p in parts]) for m in self.modalities}
-            velocity = {m: (before[m] - after[m]) / (now[m] - then[m]).view(-1, *[1] * (before[m].ndim - 1)) for m in self.modalities}
-            steps.append(Step(before, now, velocity, after))
-        return Trajectory(steps)
+        return h3_vendor.denoise(self.actor, noise, calls, condition)
 
     # -- engine ------------------------------------------------------------------------------------------------------------------------------
     def computed_buffers(self) -> dict[str, torch.Tensor]:
@@ -320,12 +298,12 @@ class H3(FusedPort):
         """
         from loudfail.harness.ports import h3_text
 
-        world = self.engine(min((degree for degree, engine in self._engines.items() if engine.world.alive), default=1)).world
-        if world not in self._encoding:
+        def load(world: World) -> None:
             state = None if self.weights else {name: value.cpu() for name, value in self.text_encoder.state_dict().items()}
             dtype = str(self.text_encoder.dtype).removeprefix("torch.")
             world.call(h3_text.load_rollout_encoder, self.weights, self.text_encoder.config.to_dict(), state, dtype)
-            self._encoding.add(world)
+
+        world = self.encoding_world(load)
         result = world.call(h3_text.rollout_encode, tuple(ids), list((images or {}).values()))[0]
         assert result is not None  # rank 0 answers
         return result
@@ -392,18 +370,9 @@ class H3(FusedPort):
         return Autoencoders(self.weights, self.device)
 
     # -- shared ------------------------------------------------------------------------------------------------------------------------------
-    def classes(self) -> list[str]:
-        kinds = {type(self.actor), type(self.schedulers["video"]), type(self.text_encoder), type(self.tokenizer)}
-        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
-        if "autoencoders" in vars(self):
-            names |= {f"{type(part).__module__}.{type(part).__qualname__}" for part in (self.autoencoders.vae, self.autoencoders.audio_vae)}
-        if "_reward" in vars(self):
-            names |= {f"{name} (reward: {weights})" for name, weights in self._reward.origins().items()}
-        for engine in self._engines.values():
-            names |= set(engine.classes())
-            if engine.world in self._encoding and engine.world.alive:
-                names |= set(engine.world.call(rollout_encoder_classes)[0])
-        return sorted(names)
+    def parts(self) -> list[Any]:
+        coders = [self.autoencoders.vae, self.autoencoders.audio_vae] if "autoencoders" in vars(self) else []
+        return [self.actor, self.schedulers["video"], self.text_encoder, self.tokenizer, *coders]
 
 
 @lru_cache(maxsize=256)
@@ -440,25 +409,6 @@ def build_layout(text_tags: tuple[int, ...], video: tuple[int, int, int], audio:
         torch.tensor(text_tags), *video, audio, PATCH, STEREO, 2, 0, given
     )
     return Layout(positions, tags, video_rows, audio_rows, text_rows, given_rows)
-
-
-def _table(seen: Mapping[str, Any], output: Sequence[torch.Tensor], place: int, generated: int) -> RowTable:
-    """A `RowTable` from the arguments that the transformer really got."""
-    total = seen["position_ids"].shape[0]
-    modality = ["?"] * total
-    for name, rows in (("text", seen["text_indices"]), ("video", seen["video_indices"]), ("audio", seen["audio_indices"])):
-        for row in rows.tolist():
-            modality[row] = name
-    given = torch.zeros(total, dtype=torch.bool)
-    given[seen["video_indices"][: seen["video_indices"].numel() - generated].cpu()] = True
-    return RowTable(
-        tuple(modality),
-        given,
-        (1.0 - seen["timestep"][seen["timestep_indices"]]).float().cpu(),
-        seen["position_ids"].cpu(),
-        {"video": seen["hidden_states"][place].detach().cpu(), "audio": seen["audio_hidden_states"][place].detach().cpu()},
-        {"video": output[0], "audio": output[1], "sample": torch.tensor(place)},
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- what follows runs in the ranks
@@ -504,6 +454,8 @@ class H3Fused(FusedModel):
         from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as upstream
 
         upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
+        if dtype == torch.float32:  # the fused kernel rounds the residual to bfloat16 whatever its input is; its two halves do not
+            upstream.indexed_gate_rms_norm_scale_shift = _gate_then_norm
         with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
             config = OmniDiffusionConfig(model=folder, dtype=dtype, tf_model_config=TransformerConfig.from_dict(self.config))
         config.diffusion_attention_config = AttentionConfig(default=AttentionSpec(backend="TORCH_SDPA"))
@@ -650,6 +602,14 @@ class H3Fused(FusedModel):
         tags[: len(condition.embeds)] = condition.extra["tags"]
         branch = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=condition.embeds, token_tags=tags, device=device)
         return branch, minimax_h3_patchify_video_latent(video[None], patch_size=PATCH).to(device), minimax_h3_pack_audio_latent(audio).to(device)
+
+
+def _gate_then_norm(residual: Any, gate: Any, branch: Any, weight: Any, shift: Any, scale: Any, indices: Any, eps: float) -> tuple[Any, Any]:
+    """``indexed_gate_rms_norm_scale_shift`` as vLLM-Omni's own two kernels, one after the other, which keep float32."""
+    from vllm_omni.diffusion.layers.indexed_modulation import indexed_gate, rms_norm_indexed_scale_shift
+
+    residual = indexed_gate(residual, gate, branch, indices)
+    return residual, rms_norm_indexed_scale_shift(residual, weight, shift, scale, indices, eps)
 
 
 def _to_engine(projection: str) -> tuple[str, str]:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
+from loudfail.harness.actor import VendorStep
 from loudfail.harness.port import Conditions
-
-
-@dataclass
-class VendorStep:
-    """Rows of one sample before and after one step of the vendor's loop, generated rows only, and the vendor's own sigmas."""
-
-    before: dict[str, torch.Tensor]
-    after: dict[str, torch.Tensor]
-    sigma: dict[str, torch.Tensor]
-    sigma_after: dict[str, torch.Tensor]
 
 
 @lru_cache(maxsize=1)
