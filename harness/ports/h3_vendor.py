@@ -131,7 +131,7 @@ class Conditioner:
 
 
 def denoise(actor: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: Conditions) -> list[VendorStep]:
-    """Sample once with the vendor's blocks from the given noise; the steps, call by call."""
+    """Sample once with the vendor's blocks from the given noise, on the actor's device; the steps, call by call, on the noise's."""
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
     from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
@@ -144,24 +144,25 @@ def denoise(actor: Any, noise: Mapping[str, torch.Tensor], calls: int, condition
         components.audio_tag, components.video_tag, tuple(condition.given),
     )  # fmt: skip
     state = PipelineState()
+    device = actor.device
     for name, value in zip(names, layout, strict=True):
-        state.set(name, value, "denoiser_input_fields")
+        state.set(name, value.to(device), "denoiser_input_fields")
     for name, value in {
         "num_latent_frames": frames,
         "latent_height": height,
         "latent_width": width,
         "num_audio_latents": noise["audio"].shape[-1],
-        "latents": noise["video"][None],
-        "audio_latents": noise["audio"],
-        "prompt_embeds": condition.embeds[None],
+        "latents": noise["video"][None].to(device),
+        "audio_latents": noise["audio"].to(device),
+        "prompt_embeds": condition.embeds[None].to(device),
         "num_condition_video_rows": given_video,
         "num_condition_audio_rows": given_audio,
         "num_inference_steps": calls + 1,
-        "condition_rows": condition.extra["given_rows"],
+        "condition_rows": condition.extra["given_rows"].to(device),
     }.items():
         state.set(name, value)
     recorded.clear()
     blocks = [prepare, *([prepend] if given_video else []), timesteps, loop]
     for block in blocks:
         _, state = block(components, state)
-    return list(recorded)
+    return [VendorStep(*({m: value.to(noise[m].device) for m, value in part.items()} for part in vars(step).values())) for step in recorded]
