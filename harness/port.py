@@ -408,7 +408,12 @@ class Update:
         raise self._lacks("evaluate")
 
     def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the run."""
         raise self._lacks("optimizer")
+
+    def parameters(self) -> Mapping[str, torch.Tensor] | None:
+        """What the optimizer steps, by the names of `Port.trainable`, where it is not the model's own tensors but wider copies of them."""
+        return None
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the run into an empty folder."""
@@ -455,6 +460,7 @@ class Port:
         rates: the published rate of each decoded modality: frames or samples a second; empty where nothing is decoded.
         scorers: ``package.module:function`` that makes the `Reward`, for `find_reward`; a subclass names another one.
         trainer: ``package.module:function`` that wraps a trainer for a port, for `find_trainer`; a subclass names another one.
+        attention: the attention backend of the rollout engine, by the engine's own name; empty for its plainest.
         time_axis: the axis of one sample's latents, per modality, that is time; empty where none is. `RowTable.position` has time as its first axis.
     """
 
@@ -469,6 +475,7 @@ class Port:
     shift: Mapping[str, float] = {}
     rates: Mapping[str, float] = {}
     scorers: str = ""
+    attention: str = ""
     trainer: str = ""
     time_axis: Mapping[str, int] = {}
 
@@ -492,7 +499,8 @@ class Port:
         raise NotImplementedError
 
     def predict_velocity(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
-        """Velocity of the actor with the adapter that is in use; differentiable. Given rows are not part of the result."""
+        """Velocity of the actor with the adapter that is in use, on the device of the latents; differentiable. Given rows are not part of the
+        result."""
         raise NotImplementedError
 
     # -- packing -----------------------------------------------------------------------------------------------------------------------------
@@ -572,6 +580,10 @@ class Port:
         Raises:
             ValueError: it cannot; the message says why.
         """
+
+    def collectives(self, degree: int) -> str:
+        """What the ranks of a degree talk through, such as ``nccl``, ``gloo`` or ``gloo, shared device``; empty without an engine."""
+        return ""
 
     def computed_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that the engine must compute itself because the actor's state dict lacks them, by the engine's name, as the actor computes them."""
@@ -665,6 +677,7 @@ class Port:
             "weights": self.weights or "built-in",
             "dtype": self.dtype,
             "device": self.device,
+            "attention": self.attention or "plainest",
             "scorers": self.scorers,
             "trainer": self.trainer,
             "adapter": {"rank": self.adapter.rank, "alpha": self.adapter.alpha, "targets": list(self.adapter.targets)},

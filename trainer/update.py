@@ -57,6 +57,7 @@ class ReferenceUpdate(Update):
         return plan.clip / plan.beta
 
     def learn(self, scored: Scored) -> list[Noised]:
+        self._take_policies()
         run, algorithm = self.run, self.run.config.algorithm
         advantages = nft.group_advantages(scored.rewards, scored.draws, algorithm.spread)
         probability = nft.optimality(advantages, algorithm.clip)
@@ -71,9 +72,11 @@ class ReferenceUpdate(Update):
         return Trajectory([Step({}, {m: points[i].repeat(len(scored.draws)) for m, points in grid.items()}, {}, {}) for i in range(calls)])
 
     def refresh(self, step: int) -> None:
+        self._take_policies()
         loop.refresh_old(self.run, step, self.port.adapter_state(adapters.OLD))
 
     def step(self) -> tuple[Scored, list[Noised]]:
+        self._take_policies()
         self._seen = None
         loop.train_step(self.run)
         assert self._seen is not None  # train_step observes
@@ -87,6 +90,21 @@ class ReferenceUpdate(Update):
 
     def optimizer(self) -> torch.optim.Optimizer:
         return self.run.optimizer
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self.run.parameters
+
+    def _take_policies(self) -> None:
+        """Where wider copies are kept: take over what a check has written into the port's adapters."""
+        run = self.run
+        with torch.no_grad():
+            for name, stored in self.port.trainable().items():
+                if not torch.equal(run.parameters[name].to(stored.dtype), stored):
+                    run.parameters[name].copy_(stored)
+        if run.old is not None:
+            old = self.port.adapter_state(adapters.OLD)
+            if any(not torch.equal(value.to(torch.bfloat16), old[name].to(torch.bfloat16)) for name, value in run.old.items()):
+                run.old = None
 
     def save(self, folder: Path) -> None:
         checkpoint.save(folder, train.snapshot(self.run, "not required", []), keep=1)
