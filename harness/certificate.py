@@ -55,6 +55,7 @@ def fingerprint(port: Port, degrees: Sequence[int]) -> dict[str, Any]:
         "port_source": source_hash(type(port)),
         "suite_source": suite_hash(),
         "degrees": sorted(degrees),
+        "collectives": {str(degree): talk for degree in sorted(degrees) if (talk := port.collectives(degree))},
         "packages": environment.versions(),
         "python": platform.python_version(),
         "device": environment.device_name(port.device),

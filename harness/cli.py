@@ -296,6 +296,7 @@ def _require(parsed: argparse.Namespace) -> int:
     as_certified = {
         "tp": ",".join(map(str, content["fingerprint"].get("degrees") or [1])), "device": certified.get("device"), "scale": certified.get("scale"),
         "weights": None if weights == "built-in" else weights, "dtype": certified.get("dtype"),
+        "attention": None if certified.get("attention") == "plainest" else certified.get("attention"),
     }  # fmt: skip
     chosen = opts.parse(
         {"port": port} | {key: given if (given := getattr(parsed, key)) is not None else value for key, value in as_certified.items()}

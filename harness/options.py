@@ -23,6 +23,7 @@ PORT_OPTIONS: dict[str, dict[str, Any]] = {
     "--scale": dict(metavar="NAME", help="size of the model: tiny or wide (default tiny)"),
     "--weights": dict(metavar="DIR", help="checkpoint folder to use instead of the built-in weights"),
     "--dtype": dict(choices=tuple(DTYPES), help="float32 (default) or bfloat16"),
+    "--attention": dict(metavar="NAME", help="attention backend of the rollout engine, by its own name, such as FLASH_ATTN (default: its plainest)"),
 }
 RUN_OPTIONS: dict[str, dict[str, Any]] = {
     "--require": dict(action="append", metavar="SEAM|all", help="fail if a check of this seam is uncovered or unavailable; may be repeated"),
@@ -58,6 +59,7 @@ class Options:
     scale: str = "tiny"
     weights: str | None = None
     dtype: str = "float32"
+    attention: str = ""
     require: tuple[str, ...] = ()
     expect: Mapping[str, str] = field(default_factory=dict)
     out: Path | None = None
@@ -72,7 +74,10 @@ class Options:
             import torch
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(scale=self.scale, weights=self.weights, device=device, dtype=self.dtype)
+        port = cls(scale=self.scale, weights=self.weights, device=device, dtype=self.dtype)
+        if self.attention:
+            port.attention = self.attention
+        return port
 
 
 def parse(values: Mapping[str, Any]) -> Options:
@@ -83,7 +88,7 @@ def parse(values: Mapping[str, Any]) -> Options:
     """
     given = {key: value for key, value in values.items() if value is not None}
     options = Options(port=str(given["port"]))
-    for name in ("device", "scale", "examples", "seed"):
+    for name in ("device", "scale", "attention", "examples", "seed"):
         setattr(options, name, given.get(name, getattr(options, name)))
     if "tp" in given:
         options.degrees = parse_degrees(given["tp"])
@@ -109,7 +114,7 @@ def parse(values: Mapping[str, Any]) -> Options:
     if "out" in given:
         options.out = Path(given["out"])
     defaults = Options(options.port)
-    again = ((flag, destination(flag)) for flag in ("--device", "--scale", "--weights", "--dtype", "--examples", "--loudfail-seed"))
+    again = ((flag, destination(flag)) for flag in ("--device", "--scale", "--weights", "--dtype", "--attention", "--examples", "--loudfail-seed"))
     changed = [(flag, getattr(options, name)) for flag, name in again if getattr(options, name) != getattr(defaults, name)]
     options.given = tuple(f"{flag} {shlex.quote(str(value))}" for flag, value in changed)
     return options
