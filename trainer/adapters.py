@@ -35,6 +35,25 @@ def prepare(port: Port, seed: int, rank: int = 0, alpha: float = 0.0) -> None:
     port.select_trainable(TRAINED)
 
 
+def equal(port: Port, one: str, other: str) -> bool:
+    """Whether two adapters are equal, bit for bit; compared where they are if the port's actor holds them as PEFT does, by their states otherwise."""
+    actor = getattr(port, "actor", None)
+    parameters = dict(actor.named_parameters()) if isinstance(actor, torch.nn.Module) else {}
+    pairs = [(value, parameters.get(name.replace(f".{one}.", f".{other}."))) for name, value in parameters.items() if _of_adapter(name, one)]
+    if pairs and all(match is not None for _, match in pairs):
+        return bool(torch.stack([(value == match).all() for value, match in pairs]).all())
+    return same(port.adapter_state(one), port.adapter_state(other))
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two states are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _of_adapter(name: str, adapter: str) -> bool:
+    return f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name
+
+
 def masters(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     """What the optimizer updates: the parameters themselves, or float32 copies of those that are stored narrower.
 

@@ -8,10 +8,11 @@ restart, nor the number of processes change it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,7 +186,8 @@ def draw(run: Run, step: int) -> Batch:
 
 @dataclass
 class Piece:
-    """One model call of an update: samples of one prompt at one noise level a modality. Latents are modality → ``(b, *shape)``."""
+    """One model call of an update: samples of one prompt at one noise level a modality. Latents are modality → ``(b, *shape)``; sigmas are on the
+    CPU, where ports read them."""
 
     rows: list[int]
     conditions: list[Conditions]
@@ -203,15 +205,21 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
     parameters = list(run.parameters.values())
     trained = len(batch.groups) * algorithm.sigmas  # samples times noise levels
-    update = Update({}, 0.0, dict.fromkeys(weights, 0.0), [], {}, [], [])
+    update = Update({}, 0.0, {}, [], {}, [], [])
+    # Sums stay on the device until the end: reading one would wait for all that was asked of it.
+    sums: dict[str, torch.Tensor] = {}
+    squares: dict[str, torch.Tensor] = {}
     for epoch in range(algorithm.epochs):
-        on_policy = epoch == 0 and same(port.adapter_state(adapters.TRAINED), port.adapter_state(adapters.OLD))
-        pieces = update.pieces = draw_pieces(run, epoch, batch, trajectory, x0)
+        on_policy = epoch == 0 and adapters.equal(port, adapters.TRAINED, adapters.OLD)
+        # Drawn one by one as they are needed, while the device works on the one before.
+        for_reference, for_old, pieces = itertools.tee(draw_pieces(run, epoch, batch, trajectory, x0), 3)
         with run.ranks.in_step():
-            references = velocities(port, None, pieces) if settings.reference > 0 else [None] * len(pieces)
-            olds = [None] * len(pieces) if on_policy else velocities(port, adapters.OLD, pieces)
+            references = velocities(port, None, for_reference) if settings.reference > 0 else itertools.repeat(None)
+            olds = itertools.repeat(None) if on_policy else velocities(port, adapters.OLD, for_old)
+        del for_reference, for_old
         run.optimizer.zero_grad()
-        for piece, old, reference in zip(pieces, olds, references, strict=True):
+        update.pieces = []
+        for piece, old, reference in zip(pieces, olds, references, strict=False):
             with monitor.first_training_call(port) as calls:
                 velocity = port.predict_velocity(piece.latents, piece.sigmas, piece.conditions)
             for v in velocity.values():
@@ -223,13 +231,14 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
             (losses.sum() / trained).backward()
 
             share = len(piece.rows) / trained / algorithm.epochs
-            for name, value in (parts | {"loss": float(losses.detach().mean())}).items():
-                update.parts[name] = update.parts.get(name, 0.0) + share * value
+            for name, value in (parts | {"loss": losses.detach().mean()}).items():
+                sums[name] = sums.get(name, 0.0) + share * value.double()
             for m, v in velocity.items():
-                update.prediction_gradients[m] += 0.0 if v.grad is None else float(v.grad.double().square().sum())
+                squares[m] = squares.get(m, 0.0) + (torch.zeros_like(r.double()).sum() if v.grad is None else v.grad.double().square().sum())
             if not update.calls:
                 update.calls, update.first_x0 = calls, piece.clean
             update.told.append(calls[0].sigmas)
+            update.pieces.append(piece)
         adapters.take_gradients(run.parameters, port.trainable())
         run.ranks.average_gradients(parameters)
         update.gradient_norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip))
@@ -238,11 +247,12 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
         run.optimizer.step()
         adapters.give_values(run.parameters, port.trainable())
     run.optimizer.zero_grad()
-    update.prediction_gradients = {m: value**0.5 for m, value in update.prediction_gradients.items()}
+    update.parts = {name: float(value) for name, value in sums.items()}
+    update.prediction_gradients = {m: float(squares[m]) ** 0.5 for m in weights}
     return update
 
 
-def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: Latents) -> list[Piece]:
+def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: Latents) -> Iterator[Piece]:
     """The model calls of an update. The samples of a prompt share layout and noise level, so they go in one call, or in as few as fit.
 
     Levels are those of the trajectory, one a modality and call, drawn one a stratum, in random order: the level decides the loss more than r does.
@@ -250,7 +260,6 @@ def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: 
     config, port, algorithm = run.config, run.port, run.config.algorithm
     pairs = [{m: float(sigma[0]) for m, sigma in step.sigmas.items()} for step in trajectory.steps]
     levels = draw_levels(run, epoch, algorithm.prompts * algorithm.sigmas, len(pairs))
-    pieces = []
     for number in range(algorithm.sigmas):
         for group, place in enumerate(run.ranks.share(algorithm.prompts)):
             pair = pairs[levels[number * algorithm.prompts + place]]
@@ -260,14 +269,13 @@ def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: 
                 rows = [group * algorithm.samples + member for member in members]
                 clean = {m: x[rows] for m, x in x0.items()}
                 noise = {m: x[members].to(port.device) for m, x in fresh.items()}
-                sigmas = {m: torch.full((len(rows),), pair[m], device=port.device) for m in clean}
+                sigmas = {m: torch.full((len(rows),), pair[m]) for m in clean}
                 conditions = [batch.conditions[row] for row in rows]
                 target = {m: noise[m] - clean[m] for m in clean}
-                pieces.append(Piece(rows, conditions, clean, noise, sigmas, noised(clean, noise, sigmas), target))
-    return pieces
+                yield Piece(rows, conditions, clean, noise, sigmas, noised(clean, noise, sigmas), target)
 
 
-def velocities(port: Port, adapter: str | None, pieces: Sequence[Piece]) -> list[Latents]:
+def velocities(port: Port, adapter: str | None, pieces: Iterable[Piece]) -> list[Latents]:
     """Velocities of a policy that does not train, of all pieces in a row: switching the adapter costs more than a small model's call."""
     with torch.no_grad(), port.using(adapter):
         return [port.predict_velocity(piece.latents, piece.sigmas, piece.conditions) for piece in pieces]
@@ -365,11 +373,6 @@ def extent_of(run: Run) -> dict[str, int]:
 
 def modality_weights(run: Run) -> dict[str, float]:
     return {m: run.config.algorithm.modalities.get(m, 1.0) for m in run.port.modalities}
-
-
-def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two adapters are equal, bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def objective(
     probability: torch.Tensor,
     settings: Settings,
     reference: Mapping[str, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The objective of each sample over all modalities, and its parts.
 
     The policy term is multiplied by ``clip / β``, so that at ``θ = old`` its gradient is the advantage-weighted flow-match
@@ -158,7 +158,7 @@ def objective(
     a port leaves given rows out of its velocity.
 
     Returns:
-        ``(B,)``, differentiable in ``velocity``; and batch means ``policy/<modality>``, ``reference/<modality>``.
+        ``(B,)``, differentiable in ``velocity``; and batch means ``policy/<modality>``, ``reference/<modality>``, without a gradient.
 
     Raises:
         ValueError: a modality has no weight, or the reference is missing although its coefficient is above 0.
@@ -170,11 +170,11 @@ def objective(
     total, parts = torch.zeros(len(probability), device=probability.device, dtype=torch.float64), {}
     for modality, v in velocity.items():
         policy = nft_loss(v, old[modality], target[modality], probability, settings.beta, sigmas[modality], settings.weighting)
-        parts[f"policy/{modality}"] = float(policy.detach().mean())
+        parts[f"policy/{modality}"] = policy.detach().mean()
         sample = settings.clip / settings.beta * policy
         if settings.reference > 0 and reference is not None:
             distance = reference_term(v, reference[modality])
-            parts[f"reference/{modality}"] = float(distance.detach().mean())
+            parts[f"reference/{modality}"] = distance.detach().mean()
             sample = sample + settings.reference * distance
         total = total + settings.modalities[modality] * sample
     return total, parts

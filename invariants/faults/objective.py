@@ -156,7 +156,7 @@ def samples_are_trained_under_another_prompt(port: Port) -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def draw_pieces(*arguments: Any) -> Any:
-            pieces = original(*arguments)
+            pieces = list(original(*arguments))
             texts = [piece.conditions[0] for piece in pieces]
             return [with_fields(piece, conditions=[text] * len(piece.rows)) for piece, text in zip(pieces, texts[1:] + texts[:1], strict=True)]
 
