@@ -80,13 +80,12 @@ def cases_of(port: Port) -> list[GoldenCase]:
         "one_projection_unbound": Change("the adapter of one projection, the smallest, reaches nothing", adapter=_without_smallest),
         "two_tokens_swapped": Change("the last two tokens of one prompt are swapped", case=_swap_last_two),
     }
-    if offers(port, "adapter") and any(projection.endswith(".ff.net.0.proj") for projection in port.projections()):
+    if offers(port, "adapter") and _gated(port):
         changes["fc1_halves_swapped"] = Change("value and gate half of every fc1 adapter are swapped", adapter=_swap_halves)
-    names = {(): "t2va", ("first", "last"): "fl2va"} if port.name == "h3" else {}
     modes = [(), max(port.givens, key=len)] if any(port.givens) else [()]
     return [
         GoldenCase(
-            names.get(given, "given" if given else "plain"),
+            port.modes.get(given, "given" if given else "plain"),
             f"{port.name} with {' and '.join(given) + ' frame' if given else 'no frame'} given computes what it computed when this was recorded",
             smallest(port, seed=20260, prompts=("a bell rings twice", "rain"), given=given),
             3,
@@ -131,9 +130,9 @@ def record_trace(port: Port, golden: GoldenCase, degrees: Sequence[int], *, chan
     trace.add("inputs.adapter", torch.stack([value.double().norm() for value in _nudged(state, nudge, "float32").values()]))
     noise, state = _nudged(noise, nudge, port.dtype), _nudged(state, nudge, port.dtype)
 
-    trace.add_each("port.grid", port.grid(golden.calls))
+    trace.add_each("port.grid", port.grid(golden.calls, case))
     if offers(port, "vendor"):
-        trace.add_each("vendor.grid", port.vendor_grid(golden.calls))
+        trace.add_each("vendor.grid", port.vendor_grid(golden.calls, case))
     conditions = port.conditions(case)
     for index, condition in enumerate(conditions):
         trace.add(f"embeds.{index}", condition.embeds)
@@ -181,7 +180,7 @@ def _record_rollout(
 
     engine, place = port.engine(degree), f"tp{degree}"
     engine.remove_adapter()
-    trace.add_each(f"{place}.grid", engine.grid(golden.calls))
+    trace.add_each(f"{place}.grid", engine.grid(golden.calls, golden.case))
     trace.add_each(f"{place}.base", engine.velocity(noise, sigmas, conditions))
     report = engine.set_adapter(state, port.adapter, 1)
     try:
@@ -282,6 +281,13 @@ def _scaled_b(state: dict[str, torch.Tensor], factor: float) -> dict[str, torch.
 def _without_smallest(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     smallest_b = min((name for name in state if ".lora_B." in name), key=lambda name: (state[name].norm().item(), name))
     return state | {smallest_b: state[smallest_b] * 0}
+
+
+def _gated(port: Port) -> bool:
+    """Whether feed-forwards multiply a value by a gate: their first projection is twice as wide as the second takes in."""
+    sizes = port.projections()
+    pairs = [(out, sizes.get(name.replace("net.0.proj", "net.2"), (0, out))[1]) for name, (out, _) in sizes.items() if "ff.net.0.proj" in name]
+    return any(out == 2 * into for out, into in pairs)
 
 
 def _swap_halves(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

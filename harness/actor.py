@@ -68,6 +68,11 @@ class FusedPort(Port):
         self._engines: dict[int, VllmOmniRollout] = {}
         self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
+    @property
+    def smallest(self) -> dict[str, int]:
+        """The smallest extent."""
+        return {axis: min(sizes) for axis, sizes in self.extents.items()}
+
     def transformer(self) -> Any:
         """The class of the actor."""
         raise NotImplementedError

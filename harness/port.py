@@ -200,8 +200,8 @@ class Rollout(Protocol):
     def rollout(self, noise: Latents, calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         """The engine's own sampling loop from the given noise."""
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
-        """The sigma grid that the engine's own loop walks for that many model calls, per modality, terminal 0 included."""
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
+        """The sigma grid that the engine's own loop walks for that many model calls, per modality, terminal 0 included; see `Port.grid`."""
 
     def classes(self) -> list[str]:
         """Qualified names of the upstream classes that ran."""
@@ -456,6 +456,9 @@ class Port:
         givens: condition modes that checks may draw; ``()`` is none.
         adapter: the LoRA configuration under test.
         given_sigma: noise level at which given rows are held and that the model is told for them; 0 where they are clean.
+        given_replaces: a given frame takes the place of a frame of the clip, and the generated ones come after it; otherwise it stands beside them.
+        modes: condition mode → its published name, for goldens; ``plain`` and ``given`` where there is none.
+        least_calls: the fewest model calls that the schedule has a grid for.
         shift: the published shift s of each modality's even sigma grid, ``s·u / (1 + (s − 1)·u)``; empty where the schedule is of another kind.
         rates: the published rate of each decoded modality: frames or samples a second; empty where nothing is decoded.
         scorers: ``package.module:function`` that makes the `Reward`, for `find_reward`; a subclass names another one.
@@ -472,6 +475,9 @@ class Port:
     #: The real module that trains. Checks do not touch it; faults in upstream classes may.
     actor: Any
     given_sigma: float = 0.0
+    given_replaces: bool = False
+    modes: Mapping[tuple[str, ...], str] = {}
+    least_calls: int = 1
     shift: Mapping[str, float] = {}
     rates: Mapping[str, float] = {}
     scorers: str = ""
@@ -491,10 +497,11 @@ class Port:
         """Conditions of each sample, a pure function of the case."""
         raise NotImplementedError
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         """The sigma grid that training and rollout walk for ``calls`` model calls.
 
-        Per modality ``(calls + 1,)`` float32, descending from 1, ending in 0.
+        Per modality ``(calls + 1,)`` float32, descending from 1, ending in 0. A schedule may depend on the size of what is sampled: ``case`` says its
+        extent and what is given; without it, the smallest extent and nothing given.
         """
         raise NotImplementedError
 
@@ -521,7 +528,7 @@ class Port:
         """The vendor's own sampling loop on the actor, from upstream parts only; ``velocity`` is derived from the steps, not asked of the model."""
         raise NotImplementedError
 
-    def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def vendor_grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         """The grid of the vendor's own scheduler, terminal included."""
         raise NotImplementedError
 

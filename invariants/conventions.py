@@ -84,7 +84,7 @@ def an_euler_loop_in_our_convention_ends_where_the_vendors_does(port: Port, case
     conditions = port.conditions(case)
     noise = case.normal("noise", port.shapes(case))
     want = port.vendor_rollout(noise, calls, conditions).final
-    grid = port.grid(calls)
+    grid = port.grid(calls, case)
     latents = dict(noise)
     for index in range(len(grid[port.modalities[0]]) - 1):
         with no_grad():

@@ -112,7 +112,7 @@ def recorded_steps_are_what_happened(port: Port, tp: int, case: Case) -> None:
     """
     engine = port.engine(tp)
     noise = case.normal("noise", port.shapes(case))
-    trajectory, grid = engine.rollout(noise, 4, port.conditions(case)), engine.grid(4)
+    trajectory, grid = engine.rollout(noise, 4, port.conditions(case)), engine.grid(4, case)
     last = noise
     for call, step in enumerate(trajectory.steps):
         for modality in port.modalities:

@@ -22,12 +22,12 @@ GRID = 2e-6
 
 
 def calls_between(least: int, most: int) -> Callable[[Port], SearchStrategy[int]]:
-    """Strategy of numbers of model calls."""
+    """Strategy of numbers of model calls that the schedule has."""
 
     def build(port: Port) -> SearchStrategy[int]:
         from hypothesis import strategies as st
 
-        return st.integers(least, most)
+        return st.integers(max(least, port.least_calls), most)
 
     return build
 
@@ -36,7 +36,7 @@ def call_sequences(port: Port) -> SearchStrategy[list[int]]:
     """Several numbers of model calls in the order in which grids of them are asked for."""
     from hypothesis import strategies as st
 
-    return st.lists(st.integers(1, 50), min_size=2, max_size=4, unique=True)
+    return st.lists(st.integers(port.least_calls, 50), min_size=2, max_size=4, unique=True)
 
 
 def require_same_grid(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], where: str) -> None:
@@ -46,25 +46,26 @@ def require_same_grid(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
         require_close(got[modality].float(), levels.float(), bound=GRID, scale=1.0, where=f"{where}, {modality}")
 
 
-@invariant("objective", "vendor", scales=BOTH, examples=12, calls=calls_between(1, 50))
-def the_grid_is_the_vendors(port: Port, calls: int) -> None:
+@invariant("objective", "vendor", scales=BOTH, examples=12, calls=calls_between(1, 50), case=cases(batch=(1, 1)))
+def the_grid_is_the_vendors(port: Port, calls: int, case: Case) -> None:
     """For any number of model calls, each modality's grid is that of the vendor's own scheduler, with the same number of points.
 
     A rollout of N calls and a replay of N ± 1 calls disagree at every level, by little, and the loss stays smooth. Sees grids that are a point
     short or long, shifted twice, built by another scheduler, or shared by modalities that have two. Does not see a vendor scheduler that is itself
     wrong: `the_grid_is_one_shift_of_an_even_grid` and the rollout's own grid do.
     """
-    require_same_grid(port.grid(calls), port.vendor_grid(calls), f"{calls} calls")
+    require_same_grid(port.grid(calls, case), port.vendor_grid(calls, case), f"{calls} calls, {dict(case.extent)}, given {case.given}")
 
 
-@invariant("objective", "engine", scales=BOTH, examples=8, calls=calls_between(1, 50))
-def the_grid_is_the_rollouts(port: Port, tp: int, calls: int) -> None:
+@invariant("objective", "engine", scales=BOTH, examples=8, calls=calls_between(1, 50), case=cases(batch=(1, 1)))
+def the_grid_is_the_rollouts(port: Port, tp: int, calls: int, case: Case) -> None:
     """For any number of model calls, each modality's grid is the one that the rollout engine builds, at every degree.
 
     Trainer and rollout come from two frameworks, which count steps differently (grid points here, model calls there). Oracle: the other framework.
     Does not see a loop that ignores the grid it built: `the_rollout_steps_along_the_grid` does.
     """
-    require_same_grid(port.grid(calls), port.engine(tp).grid(calls), f"tp {tp}, {calls} calls")
+    where = f"tp {tp}, {calls} calls, {dict(case.extent)}, given {case.given}"
+    require_same_grid(port.grid(calls, case), port.engine(tp).grid(calls, case), where)
 
 
 @invariant("objective", scales=BOTH, examples=12, calls=calls_between(1, 50))
@@ -91,7 +92,7 @@ def the_vendors_loop_calls_the_model_once_at_each_level_but_the_last(port: Port,
     The levels are those at which the vendor's loop really stepped. Does not see what the model was told at them: the conventions do.
     """
     trajectory = port.vendor_rollout(case.normal("noise", port.shapes(case)), calls, port.conditions(case))
-    grid = port.grid(calls)
+    grid = port.grid(calls, case)
     for modality in port.modalities:
         visited = torch.stack([step.sigmas[modality][0] for step in trajectory.steps]).float().cpu()
         require(float(visited.min()) > 0, got=float(visited.min()), want="no call at sigma 0", where=modality)
@@ -109,7 +110,7 @@ def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int
     engine.remove_adapter()
     trajectory = engine.rollout(case.normal("noise", port.shapes(case)), calls, port.conditions(case))
     require(len(trajectory.steps) == calls, got=f"{len(trajectory.steps)} model calls", want=f"{calls} model calls", where=f"tp {tp}")
-    for modality, levels in port.grid(calls).items():
+    for modality, levels in port.grid(calls, case).items():
         for index, step in enumerate(trajectory.steps):
             moved = step.latents[modality] - step.after[modality]
             want = (levels[index] - levels[index + 1]) * step.velocity[modality]

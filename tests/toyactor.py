@@ -47,7 +47,7 @@ class ToyActor(Port):
             result.append(Conditions(ids, torch.randn(len(ids), TEXT, generator=torch.Generator().manual_seed(sum(ids)))))
         return result
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         u = torch.linspace(1.0, 0.0, calls + 1)
         return {"video": 3 * u / (1 + 2 * u), "audio": u}
 

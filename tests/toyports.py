@@ -26,7 +26,7 @@ class Toy(Port):
     def conditions(self, case: Case) -> list[Conditions]:
         return [Conditions(tuple(prompt.encode()), torch.ones(len(prompt.encode()), 2)) for prompt in case.prompts]
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         return {modality: torch.linspace(1.0, 0.0, calls + 1) for modality in self.modalities}
 
     def predict_velocity(
@@ -40,7 +40,7 @@ class Bent(Toy):
 
     name = "bent"
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         return {modality: torch.linspace(1.0, 0.0, calls + 1) ** 2 for modality in self.modalities}
 
 
@@ -106,7 +106,7 @@ class Lacking(Toy):
 
 
 class WrongKeys(Toy):
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         return {"video": torch.linspace(1.0, 0.0, calls + 1)}
 
 
@@ -140,7 +140,7 @@ class Slow(Toy):
 
     name = "slow"
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         import os
         import time
         from pathlib import Path
@@ -149,4 +149,4 @@ class Slow(Toy):
             self.world = World(2, timeout=60)
             Path(os.environ["TOY_PIDS"]).write_text(" ".join(map(str, self.world.pids)))
             time.sleep(60)
-        return super().grid(calls)
+        return super().grid(calls, case)

@@ -13,12 +13,13 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from loudfail.harness.case import Case
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Trajectory, probe
 from loudfail.harness.violation import Unavailable, Violation
 from loudfail.harness.world import Rank, World
@@ -61,10 +62,15 @@ class FusedModel(Protocol):
     def rollout(self, model: nn.Module, noise: dict[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         """The engine's own loop."""
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]: ...
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]: ...
 
     def buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """What the engine computes itself and does not get from the actor, such as a rotary table."""
+        return {}
+
+    def sharded(self, parameter: str) -> bool:
+        """Whether a parameter that belongs to no parallel linear is cut along its first axis nevertheless, such as a norm over all heads."""
+        return False
 
 
 @dataclass
@@ -162,8 +168,8 @@ class VllmOmniRollout:
     def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         return self.world.call(rollout, dict(noise), calls, list(conditions))[0]
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
-        return self.world.call(grid, calls)[0]
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
+        return self.world.call(grid, calls, case)[0]
 
     def classes(self) -> list[str]:
         return self.world.call(classes)[0]
@@ -198,8 +204,10 @@ class VllmOmniRollout:
                             raise Violation(f"rank {rank} differs from rank 0", "the same in every rank", 0, name)
                     whole = slices[0]
                 module, _, leaf = name.rpartition(".")
-                actor = self.model.actor_names(module, len(shards[0].slices))[index] if leaf in ("weight", "bias", "delta") else name
-                target, _, place = actor.partition("#")
+                if leaf not in ("weight", "bias", "delta"):  # a parameter that is a table of its module's own
+                    full[name] = whole
+                    continue
+                target, _, place = self.model.actor_names(module, len(shards[0].slices))[index].partition("#")
                 key = f"{target}.{leaf}" if leaf != "delta" else target
                 if place:
                     half, of = map(int, place.split("/"))
@@ -299,6 +307,19 @@ def start(rank: Rank) -> None:
     rank.at_exit += [parallel_state.destroy_distributed_environment, parallel_state.destroy_model_parallel]
 
 
+@contextmanager
+def diffusion_config(dtype: torch.dtype, architecture: Mapping[str, Any]) -> Iterator[Any]:
+    """vLLM-Omni's configuration of a model that is built inside, with plain SDPA attention."""
+    from vllm_omni.diffusion.config import set_current_diffusion_config
+    from vllm_omni.diffusion.data import AttentionConfig, AttentionSpec, OmniDiffusionConfig, TransformerConfig
+
+    with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
+        config = OmniDiffusionConfig(model=folder, dtype=dtype, tf_model_config=TransformerConfig.from_dict(dict(architecture)))
+    config.diffusion_attention_config = AttentionConfig(default=AttentionSpec(backend="TORCH_SDPA"))
+    with set_current_diffusion_config(config):
+        yield config
+
+
 def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
@@ -382,8 +403,8 @@ def rollout(rank: Rank, noise: dict[str, torch.Tensor], calls: int, conditions: 
     return rank.state["spec"].rollout(rank.state["pipeline"].transformer, noise, calls, conditions)
 
 
-def grid(rank: Rank, calls: int) -> dict[str, torch.Tensor]:
-    return rank.state["spec"].grid(calls)
+def grid(rank: Rank, calls: int, case: Case | None) -> dict[str, torch.Tensor]:
+    return rank.state["spec"].grid(calls, case)
 
 
 def classes(rank: Rank) -> list[str]:
@@ -409,7 +430,8 @@ def _slices(module: Any) -> tuple[str, list[int]]:
 
 @torch.inference_mode()
 def base_response(rank: Rank, count: int, seed: int) -> dict[str, Shard]:
-    """Every linear's own product with seeded inputs, its bias, and every other parameter as it is, under the engine's names."""
+    """Every linear's own product with seeded inputs, its bias, and every other parameter under the engine's names: a matrix by its product with such
+    inputs, all else as it is."""
     result: dict[str, Shard] = {}
     model, linears = rank.state["pipeline"].transformer, rank.state["linears"]
     for name, module in linears.items():
@@ -422,7 +444,8 @@ def base_response(rank: Rank, count: int, seed: int) -> dict[str, Shard]:
         module_name, _, leaf = clean.rpartition(".")
         value = parameter.detach().float().cpu()
         if module_name not in linears:
-            result[clean] = Shard("same", [value])
+            value = value @ probe(value.shape[1], count, seed).T if value.ndim == 2 else value
+            result[clean] = Shard("columns" if rank.state["spec"].sharded(clean) else "same", [value])
         elif leaf == "bias":
             join, sizes = _slices(linears[module_name])
             result[clean] = Shard("same" if join == "rows" else join, [value] if join == "rows" else list(value.split(sizes)))

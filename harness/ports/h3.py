@@ -19,7 +19,7 @@ import torch
 
 from loudfail.harness.actor import FusedPort, VendorStep
 from loudfail.harness.case import Case
-from loudfail.harness.engines.vllm_omni import FusedModel, LoRAParts
+from loudfail.harness.engines.vllm_omni import FusedModel, LoRAParts, diffusion_config
 from loudfail.harness.media import Media
 from loudfail.harness.port import AdapterConfig, Conditions, RowTable, Step, Trajectory
 from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
@@ -57,6 +57,7 @@ class H3(FusedPort):
     modalities = ("video", "audio")
     extents = {"frames": (2, 7), "height": (4, 6, 2), "width": (4, 2, 8), "audio": (8, 5, 13)}
     givens = ((), ("first",), ("last",), ("first", "last"))
+    modes = {(): "t2va", ("first", "last"): "fl2va"}
     adapter = AdapterConfig(rank=64, alpha=128.0, targets=TARGETS)
     given_sigma = 1 - GIVEN_TIME
     shift = SHIFT
@@ -149,7 +150,7 @@ class H3(FusedPort):
 
         return {modality: MiniMaxH3Scheduler(shift=shift) for modality, shift in SHIFT.items()}
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         grids = {}
         for modality, scheduler in self.schedulers.items():
             scheduler.set_timesteps(calls + 1)  # H3 counts grid points, the terminal 0 included
@@ -253,7 +254,7 @@ class H3(FusedPort):
         )
 
     # -- vendor ------------------------------------------------------------------------------------------------------------------------------
-    def vendor_grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def vendor_grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         from diffusers import MiniMaxH3Scheduler
 
         grids = {}
@@ -447,19 +448,12 @@ class H3Fused(FusedModel):
     config: dict[str, Any]
 
     def build(self, dtype: torch.dtype) -> Any:
-        import tempfile
-
-        from vllm_omni.diffusion.config import set_current_diffusion_config
-        from vllm_omni.diffusion.data import AttentionConfig, AttentionSpec, OmniDiffusionConfig, TransformerConfig
         from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as upstream
 
         upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
         if dtype == torch.float32 and torch.cuda.is_available():  # the fused kernel rounds the residual to bfloat16 whatever its input is; its two halves do not
             upstream.indexed_gate_rms_norm_scale_shift = _gate_then_norm
-        with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
-            config = OmniDiffusionConfig(model=folder, dtype=dtype, tf_model_config=TransformerConfig.from_dict(self.config))
-        config.diffusion_attention_config = AttentionConfig(default=AttentionSpec(backend="TORCH_SDPA"))
-        with set_current_diffusion_config(config):
+        with diffusion_config(dtype, self.config) as config:
             model = upstream.MiniMaxH3DiTModel(config, diffusers_weights=True)
         return model.float() if dtype == torch.float32 else model
 
@@ -499,7 +493,7 @@ class H3Fused(FusedModel):
     def buffers(self, model: Any) -> dict[str, torch.Tensor]:
         return {"rope.inv_freq": model.rope.inv_freq}
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         from vllm_omni.diffusion.models.minimax_h3.time_request import minimax_h3_time_shift_sigmas
 
         return {m: torch.tensor(minimax_h3_time_shift_sigmas(num_steps=calls, shift_scale=SHIFT[m])) for m in SHIFT}

@@ -25,14 +25,18 @@ EULER = "conventions::an_euler_loop_in_our_convention_ends_where_the_vendors_doe
 @fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED, EULER], source="verl-project/verl-omni#280, PR #279")
 def the_grid_has_one_point_less(port: Port) -> Iterator[None]:
     """The trainer replays a table that is one point shorter than the rollout's, for an adjustment that an older engine needed."""
-    with inject.replace(port, "grid", lambda original: lambda calls: original(max(calls - 1, 1))):
+    with inject.replace(port, "grid", lambda original: lambda calls, case=None: original(max(calls - 1, port.least_calls), case)):
         yield
 
 
 @fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED], source="huggingface/diffusers#13730, commit 32ecbe3836")
 def the_terminal_level_is_appended_twice(port: Port) -> Iterator[None]:
     """The terminal 0 is appended to a grid that holds it already: one model call too many, at sigma 0."""
-    with inject.replace(port, "grid", lambda original: lambda calls: {m: torch.cat([s, s.new_zeros(1)]) for m, s in original(calls).items()}):
+
+    def make(original: Any) -> Any:
+        return lambda calls, case=None: {m: torch.cat([s, s.new_zeros(1)]) for m, s in original(calls, case).items()}
+
+    with inject.replace(port, "grid", make):
         yield
 
 
@@ -41,7 +45,7 @@ def the_shift_is_applied_twice(port: Port) -> Iterator[None]:
     """A grid that is shifted already is shifted again."""
 
     def make(original: Any) -> Any:
-        return lambda calls: {m: port.shift[m] * s / (1 + (port.shift[m] - 1) * s) for m, s in original(calls).items()}
+        return lambda calls, case=None: {m: port.shift[m] * s / (1 + (port.shift[m] - 1) * s) for m, s in original(calls, case).items()}
 
     with inject.replace(port, "grid", make):
         yield
@@ -70,7 +74,7 @@ def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     def make(original: Any) -> Any:
-        def grid(calls: int) -> dict[str, torch.Tensor]:
+        def grid(calls: int, case: Any = None) -> dict[str, torch.Tensor]:
             result = {}
             for modality, shift in port.shift.items():
                 scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
@@ -89,7 +93,7 @@ def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
     """One sigma serves both modalities although the sampler walks two schedules; noise level and label agree, so that no loss shows it."""
 
     def make(original: Any) -> Any:
-        return lambda calls: dict.fromkeys(port.modalities, original(calls)[port.modalities[0]])
+        return lambda calls, case=None: dict.fromkeys(port.modalities, original(calls, case)[port.modalities[0]])
 
     with inject.replace(port, "grid", make):
         yield
@@ -98,7 +102,11 @@ def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
 @fault("objective", catches=[ENDS, VENDOR])
 def the_grid_starts_below_pure_noise(port: Port) -> Iterator[None]:
     """The first level is 0.999 although the initial latents are pure noise."""
-    with inject.replace(port, "grid", lambda original: lambda calls: {m: s.clamp(max=0.999) for m, s in original(calls).items()}):
+
+    def make(original: Any) -> Any:
+        return lambda calls, case=None: {m: s.clamp(max=0.999) for m, s in original(calls, case).items()}
+
+    with inject.replace(port, "grid", make):
         yield
 
 
@@ -109,8 +117,8 @@ def a_replay_reads_the_schedule_of_the_last_sampling(port: Port) -> Iterator[Non
     def make(original: Any) -> Any:
         first: dict[str, Any] = {}
 
-        def grid(calls: int) -> dict[str, torch.Tensor]:
-            first.setdefault("grid", original(calls))
+        def grid(calls: int, case: Any = None) -> dict[str, torch.Tensor]:
+            first.setdefault("grid", original(calls, case))
             return {m: s.clone() for m, s in first["grid"].items()}
 
         return grid
@@ -126,9 +134,9 @@ def the_grid_is_shared_with_its_callers(port: Port) -> Iterator[None]:
     def make(original: Any) -> Any:
         cache: dict[int, dict[str, torch.Tensor]] = {}
 
-        def grid(calls: int) -> dict[str, torch.Tensor]:
+        def grid(calls: int, case: Any = None) -> dict[str, torch.Tensor]:
             if calls not in cache:
-                cache[calls] = original(calls)
+                cache[calls] = original(calls, case)
             return cache[calls]
 
         return grid
