@@ -9,6 +9,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Whether to use FP8 kernels that no model here has is otherwise asked of the GPU at import, and a process that has touched the GPU cannot fork ranks.
+os.environ.setdefault("VLLM_OMNI_USE_QUACK_FP8", "0")
 logging.disable(logging.WARNING)
 
 # Registered before all others, so run last: without the interpreter's teardown Triton's binding library does not list what is still alive, sixty
