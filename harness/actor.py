@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from loudfail.harness.case import Case
-from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, VllmOmniRollout
+from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, VllmOmniRollout, collectives
 from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, Update, find_reward, find_trainer
 from loudfail.harness.violation import Unavailable
 from loudfail.harness.world import Rank, World, preload
@@ -272,10 +272,15 @@ class FusedPort(Port):
             if self.scale != "tiny" or self.weights is not None:  # one engine at a time is all that memory has room for
                 self.close()
                 threads = max(1, (os.cpu_count() or 1) // degree)
-            engine = VllmOmniRollout(self.fused(config), degree, dtype=self.dtype, device=self.device, threads=threads)
+            engine = VllmOmniRollout(
+                self.fused(config), degree, dtype=self.dtype, device=self.device, threads=threads, attention=self.attention or "TORCH_SDPA"
+            )
             engine.load_base(self.base_state())
             self._engines[degree] = engine
         return self._engines[degree]
+
+    def collectives(self, degree: int) -> str:
+        return collectives(degree, self.device)
 
     def check_degree(self, degree: int) -> None:
         if self.weights is not None:
@@ -326,7 +331,7 @@ class FusedPort(Port):
             )
         extent = {axis: sizes[0] for axis, sizes in self.extents.items()}  # most of what it was trained on
         classes = [index % len(synthetic.PROMPTS) for index in range(count)]
-        latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed)
+        latents = synthetic.sample(self.shapes(Case(extent=extent)), classes, seed, self.time_axis["audio"])
         return latents, [self.condition(self.tokenize(synthetic.PROMPTS[index])) for index in classes]
 
     def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:

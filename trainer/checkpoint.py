@@ -122,6 +122,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
     Raises:
         BrokenCheckpoint: a tensor belongs to no parameter, or has another shape.
     """
+    # Fused kernels count their steps on the device, the others on the CPU.
+    counts_there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for key, value in tensors.items():
         if not key.startswith("optimizer/"):
             continue
@@ -129,7 +131,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
         if name not in parameters or (value.ndim and value.shape != parameters[name].shape):
             raise BrokenCheckpoint(f"{key} of shape {tuple(value.shape)} fits no parameter that trains")
         parameter = parameters[name]
-        optimizer.state[parameter][what] = value.clone() if what == "step" else value.to(parameter.device, parameter.dtype).clone()
+        optimizer.state[parameter][what] = (
+            value.to(parameter.device if counts_there else "cpu", copy=True)
+            if what == "step"
+            else value.to(parameter.device, parameter.dtype, copy=True)
+        )
 
 
 def restore_masters(own: Mapping[str, torch.nn.Parameter], parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:

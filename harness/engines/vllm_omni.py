@@ -90,26 +90,37 @@ class VllmOmniRollout:
         dtype: ``float32`` or ``bfloat16``.
         device: ``cpu`` or ``cuda``.
         threads: torch threads of each rank.
+        attention: vLLM-Omni's name of an attention backend, such as ``TORCH_SDPA`` or ``FLASH_ATTN``.
 
     Raises:
-        Unavailable: vllm or vllm-omni is not installed.
+        Unavailable: vllm or vllm-omni is not installed, or another attention backend than the one asked for would run.
         RankError: a rank failed while it was built.
     """
 
     def __init__(
-        self, model: FusedModel, degree: int, *, dtype: str = "float32", device: str = "cpu", threads: int = 1, timeout: float | None = None
+        self,
+        model: FusedModel,
+        degree: int,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        threads: int = 1,
+        attention: str = "TORCH_SDPA",
+        timeout: float | None = None,
     ) -> None:
         require_installed()
-        self.model, self.degree, self.dtype, self.device = model, degree, dtype, device
-        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= degree else "gloo"
-        self.world = World(
-            degree, start, device=device, backend=backend, timeout=timeout, environment=_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
-        )
+        self.model, self.degree, self.dtype, self.device, self.attention = model, degree, dtype, device, attention
+        environment = _ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "DIFFUSION_ATTENTION_BACKEND": attention}
+        backend = collectives(degree, device).split(",")[0]
+        self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=environment)
         self.rebuild()
 
     def rebuild(self) -> None:
         """Build the model afresh in every rank, without weights and adapter: after a patch of upstream classes."""
-        self.world.call(build, self.model, self.dtype)
+        found = self.world.call(build, self.model, self.dtype)[0]
+        if others := sorted(found - {self.attention, self.attention.removeprefix("TORCH_")}):  # upstream falls back with a line in its log
+            self.close()
+            raise Unavailable(f"attention backend {self.attention} is not available on this machine; vLLM-Omni would run {', '.join(others)}")
         self._loaded = False
 
     def load_base(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -222,6 +233,14 @@ class VllmOmniRollout:
         return full
 
 
+def collectives(degree: int, device: str) -> str:
+    """What ranks of a tensor-parallel degree talk through: ``nccl`` with a GPU for each, ``gloo, shared device`` with fewer GPUs than ranks, or
+    ``gloo`` on a CPU."""
+    if device != "cuda":
+        return "gloo"
+    return "nccl" if torch.cuda.device_count() >= degree else "gloo, shared device"
+
+
 def require_installed() -> None:
     """Raise `Unavailable` with the way to install the engine, unless it is there."""
     import importlib.util
@@ -289,8 +308,9 @@ def start(rank: Rank) -> None:
     # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
     # vLLM-Omni's projection cache sends.
     os.environ["VLLM_DIST_IDENT"] = f"loudfail-{rank.rank}"
+    place = rank.rank % torch.cuda.device_count() if rank.device == "cuda" else rank.rank
     if rank.device == "cuda":
-        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -301,7 +321,7 @@ def start(rank: Rank) -> None:
     if rank.device == "cuda" and rank.backend == "gloo":
         parallel_state.set_custom_all_reduce(False)
     parallel_state.init_distributed_environment(
-        world_size=rank.size, rank=rank.rank, distributed_init_method=rank.rendezvous, local_rank=rank.rank, backend=rank.backend
+        world_size=rank.size, rank=rank.rank, distributed_init_method=rank.rendezvous, local_rank=place, backend=rank.backend
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
     rank.at_exit += [parallel_state.destroy_distributed_environment, parallel_state.destroy_model_parallel]
@@ -309,18 +329,18 @@ def start(rank: Rank) -> None:
 
 @contextmanager
 def diffusion_config(dtype: torch.dtype, architecture: Mapping[str, Any]) -> Iterator[Any]:
-    """vLLM-Omni's configuration of a model that is built inside, with plain SDPA attention."""
+    """vLLM-Omni's configuration of a model that is built inside; the attention backend is that of the rank's environment."""
     from vllm_omni.diffusion.config import set_current_diffusion_config
-    from vllm_omni.diffusion.data import AttentionConfig, AttentionSpec, OmniDiffusionConfig, TransformerConfig
+    from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
     with tempfile.TemporaryDirectory() as folder:  # the configuration wants a local folder; nothing is read from it
         config = OmniDiffusionConfig(model=folder, dtype=dtype, tf_model_config=TransformerConfig.from_dict(dict(architecture)))
-    config.diffusion_attention_config = AttentionConfig(default=AttentionSpec(backend="TORCH_SDPA"))
     with set_current_diffusion_config(config):
         yield config
 
 
-def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
+def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str]:
+    """Build the model without weights; the names of the attention backends in it."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 
@@ -333,6 +353,8 @@ def build(rank: Rank, spec: FusedModel, dtype: str) -> None:
         linears={name: module for name, module in model.named_modules() if isinstance(module, LinearBase)},
         manager=DiffusionLoRAManager(pipeline, torch.device(rank.device), torch_dtype, max_cached_adapters=2),
     )
+    backends = (getattr(module, "attn_backend", None) for module in model.modules())
+    return {backend.get_name() for backend in backends if backend is not None}
 
 
 @torch.no_grad()
@@ -394,12 +416,14 @@ def adapter_version(rank: Rank) -> int | None:
 
 @torch.inference_mode()
 def velocity(rank: Rank, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: list[Conditions]) -> dict[str, torch.Tensor]:
+    latents = {modality: value.to(rank.device) for modality, value in latents.items()}
     result = rank.state["spec"].velocity(rank.state["pipeline"].transformer, latents, sigmas, conditions)
     return {modality: value.float().cpu() for modality, value in result.items()}
 
 
 @torch.inference_mode()
 def rollout(rank: Rank, noise: dict[str, torch.Tensor], calls: int, conditions: list[Conditions]) -> Trajectory:
+    noise = {modality: value.to(rank.device) for modality, value in noise.items()}
     return rank.state["spec"].rollout(rank.state["pipeline"].transformer, noise, calls, conditions)
 
 

@@ -451,7 +451,7 @@ class H3Fused(FusedModel):
         from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as upstream
 
         upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
-        if dtype == torch.float32 and torch.cuda.is_available():  # the fused kernel rounds the residual to bfloat16 whatever its input is; its two halves do not
+        if dtype == torch.float32 and torch.cuda.is_available():  # the fused kernel rounds to bfloat16 whatever it is given; its two halves do not
             upstream.indexed_gate_rms_norm_scale_shift = _gate_then_norm
         with diffusion_config(dtype, self.config) as config:
             model = upstream.MiniMaxH3DiTModel(config, diffusers_weights=True)
