@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from loudfail.harness import environment, synthetic
 from loudfail.harness.port import Step, Trajectory, random_adapter
 from loudfail.harness.ports import h3
 from loudfail.harness.world import without_preloading
-from loudfail.trainer import adapters, loop, parallel, train
+from loudfail.trainer import adapters, loop, nft, parallel, train
 from loudfail.trainer.config import parse
 
 #: Size → what differs from the released architecture, and the extent of a sample. ``mid`` has about 2 billion parameters and 4 400 rows a sample.
@@ -49,6 +49,7 @@ class Way:
     Attributes:
         name: shown.
         micro_batch: samples of one model call.
+        plain: sample by sample as one writes it down first, `straightforward`, instead of the trainer's own update.
         reuse_old: whether the old policy's pass is left out where it equals the trained one's.
         compiled: whether the blocks are compiled.
         attention: diffusers' backend.
@@ -57,6 +58,7 @@ class Way:
 
     name: str
     micro_batch: int
+    plain: bool = False
     reuse_old: bool = True
     compiled: bool = True
     attention: str = "native"
@@ -99,7 +101,8 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
     port = run.port
     port.load_adapter(adapters.OLD, random_adapter(port, port.adapter, 7))
     state = port.adapter_state(adapters.OLD)  # B ≠ 0, rounded as the actor stores it
-    update = make_update(run)
+    update, plain = make_updates(run)
+    updates = {False: update, True: plain}
     work = operations(run)
     samples = options.prompts * options.samples
     parameters = sum(value.numel() for name, value in port.actor.named_parameters() if ".lora_" not in name)
@@ -112,7 +115,7 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
 
     rate = product_rate(device, 8192 if device == "cuda" else 512)
     ways = [
-        Way("one sample a call, old and reference apart, eager", 1, reuse_old=False, compiled=False),
+        Way("one sample a call; old, reference and trained apart", 1, plain=True, reuse_old=False, compiled=False),
         Way("all samples of a prompt in one call", options.samples, reuse_old=False, compiled=False),
         Way("+ no pass of the old policy on policy", options.samples, compiled=False),
         Way("+ compiled blocks", options.samples),
@@ -127,7 +130,7 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
     for way in ways:  # warm up, and the results
         start = time.monotonic()
         with going(run, way):
-            gradients[way.name] = gradient_of(run, update, state)
+            gradients[way.name] = gradient_of(run, updates[way.plain], state)
         print(f"  ready in {time.monotonic() - start:5.1f} s: {way.name}", flush=True)
     for _ in range(options.repeats):
         for way in ways:
@@ -135,7 +138,7 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, Any]:
                 begin_again(run, state)
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                seconds[way.name].append(timed(device, update))
+                seconds[way.name].append(timed(device, updates[way.plain]))
                 memory[way.name] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
 
     first, rows = ways[0], []
@@ -218,8 +221,8 @@ def begin_again(run: loop.Run, state: Mapping[str, torch.Tensor]) -> None:
     run.optimizer.state.clear()
 
 
-def make_update(run: loop.Run) -> Callable[[], None]:
-    """An update on fixed samples of the synthetic world, as it comes after a rollout and its scores."""
+def make_updates(run: loop.Run) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The trainer's update and the straightforward one, on the same samples of the synthetic world, noise and levels."""
     config, port = run.config, run.port
     count = config.algorithm.prompts * config.algorithm.samples
     batch = loop.draw(run, 0)
@@ -232,7 +235,31 @@ def make_update(run: loop.Run) -> Callable[[], None]:
     def update() -> None:
         loop.improve(run, batch, Trajectory(steps), clean, probability)
 
-    return update
+    def plain() -> None:
+        straightforward(run, loop.draw_pieces(run, 0, batch, Trajectory(steps), clean), probability)
+
+    return update, plain
+
+
+def straightforward(run: loop.Run, samples: Iterable[loop.Piece], probability: torch.Tensor) -> None:
+    """The same update as one writes it down first: for each sample the old policy, the reference, the trained policy, the loss, its gradient."""
+    port, algorithm = run.port, run.config.algorithm
+    settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, loop.modality_weights(run))
+    run.optimizer.zero_grad()
+    for sample in samples:
+        with torch.no_grad(), port.using(adapters.OLD):
+            old = port.predict_velocity(sample.latents, sample.sigmas, sample.conditions)
+        with torch.no_grad(), port.using(None):
+            reference = port.predict_velocity(sample.latents, sample.sigmas, sample.conditions)
+        velocity = port.predict_velocity(sample.latents, sample.sigmas, sample.conditions)
+        r = probability[sample.rows].to(port.device)
+        losses, _ = nft.objective(velocity, old, sample.target, sample.sigmas, r, settings, reference)
+        (losses.sum() / len(probability)).backward()
+    adapters.take_gradients(run.parameters, port.trainable())
+    torch.nn.utils.clip_grad_norm_(run.parameters.values(), run.config.optimizer.clip)
+    run.optimizer.step()
+    adapters.give_values(run.parameters, port.trainable())
+    run.optimizer.zero_grad()
 
 
 def operations(run: loop.Run) -> dict[str, float]:
@@ -332,7 +359,7 @@ def exact_gradient(options: argparse.Namespace, device: str, run: loop.Run, stat
         for name, parameter in other.port.actor.named_parameters():
             parameter.copy_(here[name])
     with going(other, Way("float32", 1, compiled=False)):
-        return gradient_of(other, make_update(other), state)
+        return gradient_of(other, make_updates(other)[1], state)
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -344,7 +371,7 @@ def without_reference(run: loop.Run, device: str, repeats: int, state: Mapping[s
     """Seconds of an update without the reference term: one forward and one backward pass."""
     config, times = run.config, []
     run.config = replace(config, algorithm=replace(config.algorithm, reference=0.0))
-    update = make_update(run)
+    update = make_updates(run)[0]
     for _ in range(repeats + 1):
         begin_again(run, state)
         times.append(timed(device, update))

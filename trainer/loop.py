@@ -24,7 +24,7 @@ from loudfail.harness.port import BindReport, Conditions, Port, Trajectory, nois
 from loudfail.trainer import adapters, monitor, nft
 from loudfail.trainer.config import Config
 from loudfail.trainer.parallel import Ranks
-from loudfail.trainer.sampler import Sampler
+from loudfail.trainer.sampler import Sampler, send, sent
 
 Latents = dict[str, torch.Tensor]
 Scores = dict[str, torch.Tensor]
@@ -268,9 +268,9 @@ def draw_pieces(run: Run, epoch: int, batch: Batch, trajectory: Trajectory, x0: 
                 members = list(range(first, min(first + config.micro_batch, algorithm.samples)))
                 rows = [group * algorithm.samples + member for member in members]
                 clean = {m: x[rows] for m, x in x0.items()}
-                noise = {m: x[members].to(port.device) for m, x in fresh.items()}
+                noise = {m: send(x[members], port.device) for m, x in fresh.items()}
                 sigmas = {m: torch.full((len(rows),), pair[m]) for m in clean}
-                conditions = [batch.conditions[row] for row in rows]
+                conditions = sent([batch.conditions[row] for row in rows], port.device)
                 target = {m: noise[m] - clean[m] for m in clean}
                 yield Piece(rows, conditions, clean, noise, sigmas, noised(clean, noise, sigmas), target)
 

@@ -6,6 +6,7 @@ The adapter is handed over to it like to any engine, so that a hand-over that fa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +80,7 @@ class LocalRollout:
     def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         """``x ← x + (next sigma − sigma)·v`` for each modality on its own grid, from the given noise."""
         grid, port = self.grid(calls), self.port
-        x = {m: value.to(port.device) for m, value in noise.items()}
+        x, conditions = {m: send(value, port.device) for m, value in noise.items()}, sent(conditions, port.device)
         steps = []
         with torch.no_grad(), port.using(ADAPTER if self.version is not None else None), self.ranks.in_step():
             for call in range(calls):
@@ -182,6 +183,19 @@ def _rows(trajectory: Trajectory, start: int, count: int) -> Trajectory:
         return {m: value[start : start + count].clone() for m, value in values.items()}
 
     return Trajectory([Step(cut(s.latents), cut(s.sigmas), cut(s.velocity), cut(s.after)) for s in trajectory.steps])
+
+
+def send(value: torch.Tensor, device: str) -> torch.Tensor:
+    """To the device; on a GPU without waiting for what it is at, which a copy from memory that is not pinned does."""
+    return value.pin_memory().to(device, non_blocking=True) if device == "cuda" and not value.is_cuda else value.to(device)
+
+
+def sent(conditions: Sequence[Conditions], device: str) -> list[Conditions]:
+    """The conditions with their embeddings on the device, each object once; the same objects on a CPU."""
+    if device == "cpu":
+        return list(conditions)
+    there = {id(condition): replace(condition, embeds=send(condition.embeds, device)) for condition in conditions}
+    return [there[id(condition)] for condition in conditions]
 
 
 def velocity_of(
