@@ -19,7 +19,7 @@ from loudfail.harness.case import Case
 from loudfail.harness.compare import note, require, require_at_least, require_close, require_equal
 from loudfail.harness.port import Conditions, Noised, Plan, Port, Scored, Update, random_adapter
 from loudfail.harness.registry import invariant
-from loudfail.harness.violation import Unavailable, Violation
+from loudfail.harness.violation import Unavailable, Uncovered, Violation
 from loudfail.harness.world import Rank, World, without_preloading
 from loudfail.invariants.adapters import seeds, velocity
 from loudfail.invariants.objective import (
@@ -231,12 +231,11 @@ def the_rollout_samples_the_old_policy_of_the_last_step(port: Port, seed: int) -
     update, plan = begun(port, seed, old_every=2)
     case = Case(seed=seed, extent=plan.extent, prompts=plan.prompts[:2])
     noise, conditions = case.normal("noise", port.shapes(case)), port.conditions(case)
+    apart = 0.0
     for number in range(2):
         update.step()
-        if number == 0:
-            now = port.adapter_state("default")
-            gap = max(float((value - now[name]).abs().max()) for name, value in port.adapter_state("old").items())
-            require_at_least(gap, 1e-9, where="default has moved away from old")
+        now = port.adapter_state("default")
+        apart = max(apart, *(float((value - now[name]).abs().max()) for name, value in port.adapter_state("old").items()))
         with watched_flags(port, "after sampling"):
             got = update.sample(noise, plan.calls, conditions)
         want = euler(port, "old", noise, plan.calls, conditions)
@@ -244,6 +243,7 @@ def the_rollout_samples_the_old_policy_of_the_last_step(port: Port, seed: int) -
         for m in want:
             effect = want[m] - other[m]
             require_close(got[m].to(want[m]), want[m], bound=port.bound(float32=1e-3, bfloat16=0.5), where=f"{m}, after step {number}", scale=effect)
+    require_at_least(apart, 1e-9, where="distance of default from old, in one of the two steps")
 
 
 def euler(
@@ -318,17 +318,24 @@ def in_two_processes(port: Port, function: Callable[Concatenate[Rank, Port, P], 
     place = Place(type(port), tuple(arguments.items()), port.trainer, port.adapter, torch.get_num_threads())
     if port not in _worlds or not _worlds[port].alive:
         _worlds[port] = World(2, environment={"OMP_NUM_THREADS": str(place.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-    return _worlds[port].call(_with_port, place, function, args, kwargs)
+    results = _worlds[port].call(_with_port, place, function, args, kwargs)
+    for result in results:
+        if isinstance(result, Uncovered | Unavailable):
+            raise result
+    return results
 
 
-def _with_port(rank: Rank, place: Place, function: Callable[..., R], args: tuple, kwargs: dict) -> R:
+def _with_port(rank: Rank, place: Place, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     if rank.state.get("place") != place:
         torch.set_num_threads(place.threads)
         with without_preloading():
             port = place.port(**dict(place.arguments))
         port.adapter, port.trainer = place.adapter, place.trainer
         rank.state |= {"place": place, "port": port}
-    return function(rank, rank.state["port"], *args, **kwargs)
+    try:
+        return function(rank, rank.state["port"], *args, **kwargs)
+    except (Uncovered, Unavailable) as missing:
+        return missing
 
 
 @contextmanager
@@ -381,31 +388,42 @@ def two_processes_train_as_one(port: Port, seed: int) -> None:
     require_same(policy_1, policy, where="the policies of the two processes")
 
 
-#: Steps of the run that must learn, and the least rise in each modality.
-STEPS, RISE = 6, 0.3
+#: Steps in which a run must learn, the learning rates that are tried one after another, and the least rise. From measured spread: the tiny H3 rises
+#: by at least 1.7 in 2 steps at the first rate (4 seeds), an untrained network of two layers by at least 0.6 in 20 at the second (6 seeds).
+STEPS, RATES, RISE = 20, (5e-3, 2e-2), 0.25
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------------------------------------
 @invariant("objective", "adapter", "update", examples=1, seed=seeds)
 def a_few_steps_raise_the_reward_of_the_rollout(port: Port, seed: int) -> None:
-    """After a few steps the trainer's rollout, from the same noise as before, scores higher in every modality's part of the reward.
+    """Within a few steps the trainer's rollout, from the same noise as before, scores higher, and stays there for two steps more.
 
-    The reward is brightness: the mean of every modality's clean latents, which any adapter can raise. A sign, a target, a hand-over or a modality
-    that is wrong shows here whatever it is; other checks name the cause. Measured as the mean rise in standard deviations of the samples.
+    The reward is brightness: the mean of every modality's clean latents, which any adapter can raise. A sign, a target or a hand-over that is wrong
+    shows here whatever it is; other checks name the cause. Measured as the mean rise in standard deviations of the samples. Not covered: whether a
+    real reward is learnt, and by every modality.
     """
-    plan = plan_for(port, seed=seed, samples=8, learning_rate=5e-3, modalities=dict.fromkeys(port.modalities, 1.0))
+    for rate in RATES:
+        rises = learning_curve(port, seed, rate)
+        if min(rises[-3:]) >= RISE:
+            break
+    require_at_least(min(rises[-3:]), RISE, where=f"rise after {len(rises) - 1} steps at a learning rate of {rate:g}")
+
+
+def learning_curve(port: Port, seed: int, rate: float) -> list[float]:
+    """The rise after each step, until it has been there for three steps, is out of reach (nothing moves at all, or falls), or `STEPS` are done."""
+    plan = plan_for(port, seed=seed, samples=8, learning_rate=rate, modalities=dict.fromkeys(port.modalities, 1.0))
     update = port.update()
     update.begin(plan)
     case = Case(seed=seed + 1, extent=plan.extent, prompts=plan.prompts[:2] * 4)
     noise, conditions = case.normal("noise", port.shapes(case)), port.conditions(case)
 
-    def scores() -> dict[str, torch.Tensor]:
-        return {m: brightness({m: x}, case.prompts) for m, x in update.sample(noise, plan.calls, conditions).items()}
+    def scores() -> torch.Tensor:
+        return brightness(update.sample(noise, plan.calls, conditions), case.prompts)
 
-    before = scores()
-    for _ in range(STEPS):
+    before, rises = scores(), [0.0]
+    while len(rises) <= STEPS and min(rises[-3:]) < RISE:
+        if rises[-1] < -1 or (len(rises) > 4 and not any(rises)):
+            break
         update.step()
-    after = scores()
-    for m in before:
-        rise = float((after[m] - before[m]).mean() / before[m].std())
-        require_at_least(rise, RISE, where=f"{m}, rise in {STEPS} steps")
+        rises.append(float((scores() - before).mean() / before.std()))
+    return rises

@@ -38,7 +38,7 @@ def _advantages(port: Port, change: Callable[[Advantages], Callable[..., torch.T
     return inject.replace(code(port).nft, "group_advantages", change)
 
 
-@fault("update", catches=[FORMULA, BETTER, STEP, LEARNS], ports=["h3"])
+@fault("update", catches=[FORMULA, BETTER, STEP], ports=["h3"])
 def advantages_are_negated(port: Port) -> Iterator[None]:
     """Higher rewards have lower advantages."""
     with _advantages(port, lambda original: lambda *arguments: -original(*arguments)):
@@ -172,7 +172,7 @@ def _optimality(port: Port, change: Callable[[torch.Tensor, float], torch.Tensor
     return inject.replace(code(port).nft, "optimality", lambda original: change)
 
 
-@fault("update", catches=[OPTIMALITY, STEP, LEARNS], ports=["h3"])
+@fault("update", catches=[OPTIMALITY, STEP], ports=["h3"])
 def the_probability_is_of_being_bad(port: Port) -> Iterator[None]:
     """1 − r in the place of r."""
     with _optimality(port, lambda a, clip: 0.5 - 0.5 * (a / clip).clamp(-1, 1)):

@@ -132,7 +132,7 @@ def the_learning_rate_of_the_recipe_is_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN, MOVES, LEARNS], ports=["h3"])
+@fault(*SEAMS, catches=[DOWN, MOVES], ports=["h3"])
 def a_warm_up_stands_at_zero(port: Port) -> Iterator[None]:
     """A schedule multiplies the learning rate with 0, and nobody steps the schedule."""
 
