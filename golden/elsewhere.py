@@ -1,4 +1,5 @@
-"""Run a case as a processor with fewer instructions would: random numbers, products and exponentials then differ in their last bits.
+"""Run a case as another processor would: one with fewer instructions, or the GPU in place of the CPU and the other way round. Random numbers,
+products and exponentials then differ in their last bits.
 
 Which instructions are used is decided when torch is loaded, hence a process of its own, which `trace_elsewhere` starts.
 """
@@ -29,13 +30,14 @@ ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE
 TIMEOUT = 900
 
 
-def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The trace of a case in a process with another instruction set.
+def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int], device: str | None = None) -> dict[str, torch.Tensor]:
+    """The trace of a case in a process of its own.
 
     Args:
         port: its class has to be importable; an equal port is made in the process.
         golden: one of `cases_of` the port.
         degrees: tensor-parallel degrees of the rollout.
+        device: ``cpu`` or ``cuda``; None for the port's own with another instruction set.
 
     Raises:
         GoldenError: the process failed; its last lines are in the message.
@@ -44,20 +46,21 @@ def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int]) -> d
 
     task = {
         "port": f"{type(port).__module__}:{type(port).__qualname__}",
-        "arguments": {"scale": port.scale, "weights": port.weights, "device": port.device, "dtype": port.dtype},
+        "arguments": {"scale": port.scale, "weights": port.weights, "device": device or port.device, "dtype": port.dtype},
         "case": golden.name,
         "degrees": list(degrees),
     }
     with tempfile.TemporaryDirectory(prefix="loudfail-golden-") as folder:
         target = Path(folder) / "trace.safetensors"
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = os.environ | ({} if device else ENVIRONMENT) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        what = f"the run on {device}" if device else "the run with another instruction set"
         command = [sys.executable, "-m", "loudfail.golden.elsewhere", json.dumps(task), str(target)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         except subprocess.TimeoutExpired:
-            raise GoldenError(f"the run with another instruction set took longer than {TIMEOUT} s") from None
+            raise GoldenError(f"{what} took longer than {TIMEOUT} s") from None
         if done.returncode:
-            raise GoldenError("the run with another instruction set failed:\n" + "\n".join(done.stderr.splitlines()[-5:]))
+            raise GoldenError(f"{what} failed:\n" + "\n".join(done.stderr.splitlines()[-5:]))
         tensors = load_file(target)
         return {name: tensors[name] for name in json.loads(target.with_suffix(".json").read_text())}
 

@@ -33,6 +33,7 @@ RUNS = {
     "threads": "two threads, in actor and ranks",
     "kernels": "attention by plain products and no oneDNN, in actor and ranks",
     "instructions": "a process that uses none of the processor's wider instructions",
+    "device": "the CPU instead of the GPU, or the GPU instead of the CPU where there is one",
     "rounding 1": "inputs rounded another way, by half a unit in the last place of the port's dtype",
     "rounding 2": "inputs rounded yet another way",
 }
@@ -44,9 +45,10 @@ class Unsound(GoldenError):
     """What was measured gives no golden: a value is not finite, a whole number is not repeatable, or the tolerances are too close to a fault."""
 
 
-def name_of(golden: GoldenCase, port: Port) -> str:
-    """Name of the golden of a case on a port: its dtype, and its device unless that is the CPU."""
-    return f"{port.name}/{golden.name}-{port.dtype}" + ("" if port.device == "cpu" else f"-{port.device}")
+def name_of(golden: GoldenCase, port: Port, device: str | None = None) -> str:
+    """Name of the golden of a case on a port: its dtype, and its device (the port's, if None) unless that is the CPU."""
+    device = device or port.device
+    return f"{port.name}/{golden.name}-{port.dtype}" + ("" if device == "cpu" else f"-{device}")
 
 
 def record(
@@ -69,6 +71,8 @@ def record(
     """
     if not reason.strip():
         raise GoldenError("recording needs a reason; say why the values are right, or what moves them")
+    import torch
+
     commit, dirty = source_state(port, path_of(name_of(golden, port), folder).parent, allow_dirty)
 
     def run(what: str, **options: object) -> Trace:
@@ -95,6 +99,9 @@ def record(
     if port.device == "cpu":
         progress(RUNS["instructions"])
         runs["instructions"] = trace_elsewhere(port, golden, degrees)
+    if torch.cuda.is_available():
+        progress(RUNS["device"])
+        runs["device"] = trace_elsewhere(port, golden, degrees, "cpu" if port.device == "cuda" else "cuda")
     claims = {name: change.claim for name, change in golden.changes.items()}
     probes, detections = derive(reference, runs, faults, claims)
     case = plain(golden.describe(port))
