@@ -311,7 +311,9 @@ def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, s
     yield monitor.group_spread(x0, batch.groups)
     if thorough:
         yield monitor.velocity_replay(run.port, adapters.OLD, trajectory.steps[run.step % calls], batch.conditions, rows[run.step % 2 :: 2] or rows)
-        yield monitor.prompt_ids(run.port, batch.prompts, batch.conditions, rows, through_rollout=run.config.rollout.engine == "vllm_omni")
+        # Of a shared engine its owner alone asks the encoder.
+        engine = run.config.rollout.engine == "vllm_omni" and getattr(run.rollout, "owner", True)
+        yield monitor.prompt_ids(run.port, batch.prompts, batch.conditions, rows, through_rollout=engine)
         # Media go through decoders whose last bits depend on the batch; latents do not.
         yield monitor.reward_recomputed(run.score_again, x0, batch.prompts, scores, 1e-6 if run.config.reward.on == "latents" else 1e-3)
         yield from monitor.hears_every_modality(run.score, x0, batch.prompts, batch.groups, scores["total"])
