@@ -116,6 +116,15 @@ class FusedPort(Port):
                 _cast(model, getattr(torch, self.dtype))
         return model.requires_grad_(False).to(self.device).eval()
 
+    # -- objective ---------------------------------------------------------------------------------------------------------------------------
+    def inputs(self, latents: Latents, sigmas: Sigmas, conditions: Sequence[Conditions], members: Sequence[int]) -> dict[str, Any]:
+        """Arguments of the transformer for the samples of one group."""
+        raise NotImplementedError
+
+    def first_row(self, condition: Conditions) -> int:
+        """The row of the transformer's video output at which generated rows begin."""
+        raise NotImplementedError
+
     # -- packing -----------------------------------------------------------------------------------------------------------------------------
     def unpack(self, rows: Latents, case: Case) -> dict[str, torch.Tensor]:
         return self.unpack_rows(rows, self.shapes(case))

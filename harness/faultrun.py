@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loudfail.harness import environment, registry
 from loudfail.harness.gate import Gate
-from loudfail.harness.killmatrix import OUTCOMES, Kill, applicable, kill_each
+from loudfail.harness.killmatrix import OUTCOMES, Kill, kill_each, obstacle
 from loudfail.harness.options import Options, UsageProblem, prepare_folder
 from loudfail.harness.portcheck import PortProblem
 from loudfail.harness.progress import StatusLine, failure_text
@@ -54,7 +54,8 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
     line.print(f"loudfail faults {options.port} · TP {','.join(map(str, options.degrees))} · {len(chosen)} faults")
     try:
         gate.construct()
-        faults = [fault for fault in chosen if gate.port is None or applicable(fault, gate.port)]
+        obstacles = {} if gate.port is None else {fault.id: obstacle(fault, gate.port) for fault in chosen}
+        faults = [fault for fault in chosen if not obstacles.get(fault.id)]
         named = {name for fault in faults for name in fault.catches}
         invariants = [invariant for invariant in registry.invariants() if invariant.id in named]
         if faults and isinstance(
@@ -63,13 +64,14 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
             line.print(f"ERROR the port does not work: {problem}")
             return 1
         if not faults:
-            line.print(f"none of the {len(chosen)} faults applies to {options.port}; it lacks the seams that they break")
+            line.print(f"none of the {len(chosen)} faults applies to {options.port}")
+            _explain(obstacles, line)
             return 5
         alarms = _baseline(gate, invariants, line)
         kills = _matrix(gate, faults, invariants, line)
     finally:
         gate.close()
-    record = summarize(options, chosen, kills, alarms, time.perf_counter() - started)
+    record = summarize(options, chosen, kills, alarms, time.perf_counter() - started, obstacles)
     if options.out is not None:
         write_json(options.out / "faults.json", record)
     counts = ", ".join(f"{number} {outcome}" for outcome, number in record["counts"].items() if number)
@@ -78,9 +80,20 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
         f"{counts} of {len(kills)} · {len(alarms)} false alarms · {record['not_applicable']} not applicable · "
         f"weakest margin {'none' if weakest is None else f'{weakest:.3g}×'} · {record['seconds']:.1f} s"
     )
+    _explain(obstacles, line)
     if options.out is not None:
         line.print(f"written to {options.out / 'faults.json'}")
     return 1 if alarms or any(kill.outcome != "caught" for kill in kills) else 0
+
+
+def _explain(obstacles: Mapping[str, str], line: StatusLine) -> None:
+    """The faults that do not apply, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in obstacles.items():
+        if why:
+            reasons.setdefault(why, []).append(name)
+    for why, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        line.print(f"not applicable, {len(names)}: {why}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
 
 
 def _baseline(gate: Gate, invariants: Sequence[Invariant], line: StatusLine) -> list[Result]:
@@ -114,7 +127,9 @@ def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant]
     return kills
 
 
-def summarize(options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], alarms: Sequence[Result], seconds: float) -> dict[str, Any]:
+def summarize(
+    options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], alarms: Sequence[Result], seconds: float, obstacles: Mapping[str, str]
+) -> dict[str, Any]:
     """The record ``faults.json``. A margin is ``got / bound`` of the weakest violation; null where the claim is exact, without a bound."""
     margins = {kill.fault: kill.margin if kill.margin is not None and math.isfinite(kill.margin) else None for kill in kills}
     finite = [margin for margin in margins.values() if margin is not None]
@@ -125,6 +140,7 @@ def summarize(options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], 
         "degrees": list(options.degrees),
         "counts": {outcome: sum(kill.outcome == outcome for kill in kills) for outcome in OUTCOMES},
         "not_applicable": len(chosen) - len(kills),
+        "obstacles": {name: why for name, why in obstacles.items() if why},
         "false_alarms": len(alarms),
         "alarms": [result.to_dict() for result in alarms],
         "unbroken": sorted(invariant.id for invariant in registry.invariants() if invariant.id not in named),

@@ -46,9 +46,19 @@ class Kill:
         return asdict(self)
 
 
+def obstacle(fault: Fault, port: Port) -> str:
+    """Why the fault cannot be injected into this port; empty if it can."""
+    lacking = [seam for seam in fault.seams if not offers(port, seam)]
+    if lacking:
+        return f"the port does not offer {', '.join(lacking)}"
+    if fault.ports and port.name not in fault.ports:
+        return f"it breaks a part that only {', '.join(fault.ports)} has"
+    return fault.unless(port)
+
+
 def applicable(fault: Fault, port: Port) -> bool:
     """Whether the fault can be injected into this port."""
-    return (not fault.ports or port.name in fault.ports) and all(offers(port, seam) for seam in fault.seams)
+    return not obstacle(fault, port)
 
 
 def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Sequence[int], *, seed: int = 0) -> Kill:

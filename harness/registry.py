@@ -77,7 +77,8 @@ class Fault:
         inject: context manager function ``(port) -> None`` that breaks the port, or an upstream class, and undoes it on exit.
         seams: the seams that a port must offer for the fault to be injectable.
         degrees: the tensor-parallel degrees at which it must be caught; empty for all that are run.
-        ports: names of ports it is written for; empty for any port with the seams.
+        ports: names of ports whose own parts it breaks; empty for any port with the seams.
+        unless: port → why it is no fault there, such as a part that the port does not have; empty where it is one.
     """
 
     id: str
@@ -89,6 +90,7 @@ class Fault:
     seams: tuple[str, ...]
     degrees: tuple[int, ...] = ()
     ports: tuple[str, ...] = ()
+    unless: Callable[[Any], str] = lambda port: ""
 
 
 _invariants: dict[str, Invariant] = {}
@@ -131,7 +133,12 @@ def invariant(
 
 
 def fault(
-    *seams: str, catches: Iterable[str], source: str = "own", degrees: Iterable[int] = (), ports: Iterable[str] = ()
+    *seams: str,
+    catches: Iterable[str],
+    source: str = "own",
+    degrees: Iterable[int] = (),
+    ports: Iterable[str] = (),
+    unless: Callable[[Any], str] = lambda port: "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a generator function ``(port)`` that breaks something, yields once, and mends it, as a fault. See `Fault` for the arguments."""
 
@@ -142,9 +149,8 @@ def fault(
         doc = inspect.getdoc(function) or ""
         if not doc:
             raise TypeError(f"{name}: a fault says in its docstring what is wrong")
-        _faults[name] = Fault(
-            name, doc.splitlines()[0].rstrip("."), doc, contextmanager(function), source, tuple(catches), seams, tuple(degrees), tuple(ports)
-        )
+        claim, inject = doc.splitlines()[0].rstrip("."), contextmanager(function)
+        _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless)
         return function
 
     return register

@@ -46,13 +46,14 @@ def templates(width: int) -> torch.Tensor:
     return hadamard[1 : 1 + len(PROMPTS)].repeat(1, width // 8)  # row 0 is constant: left out, so that silence plus an offset is no class
 
 
-def sample(shapes: Mapping[str, Sequence[int]], classes: Sequence[int], seed: int) -> dict[str, torch.Tensor]:
+def sample(shapes: Mapping[str, Sequence[int]], classes: Sequence[int], seed: int, audio_time: int = -1) -> dict[str, torch.Tensor]:
     """Draw clean latents for prompts.
 
     Args:
         shapes: ``video`` → ``(channels, frames, height, width)``, ``audio`` → ``(..., width, length)``; sizes of one sample.
         classes: index into `PROMPTS` of each sample.
-        seed: the draw is a pure function of all three arguments.
+        seed: the draw is a pure function of all arguments.
+        audio_time: the axis of one sample's audio that is ``length``, wherever a model has it.
 
     Returns:
         Modality → ``(B, *shape)`` float32.
@@ -60,6 +61,7 @@ def sample(shapes: Mapping[str, Sequence[int]], classes: Sequence[int], seed: in
     Raises:
         ValueError: the shapes are of other modalities or ranks, or a class does not exist.
     """
+    shapes = {m: [*torch.empty(*s, device="meta").movedim(audio_time, -1).shape] if m == "audio" and len(s) > 1 else s for m, s in shapes.items()}
     _check(shapes, classes)
     case, count = Case(seed=seed), len(classes)
 
@@ -86,18 +88,22 @@ def sample(shapes: Mapping[str, Sequence[int]], classes: Sequence[int], seed: in
     pattern = PATTERN * torch.cos(2 * torch.pi * phase)
     pattern = pattern - pattern.mean((1, 2), keepdim=True)  # the pattern must not be brightness
     video = (brightness[:, None, None] + pattern).view(count, 1, 1, height, across).float() + NOISE * normal("video")
-    return {"video": video, "audio": audio}
+    return {"video": video, "audio": audio.movedim(-1, audio_time + (audio_time >= 0)).contiguous()}
 
 
-def score(latents: Mapping[str, torch.Tensor], classes: Sequence[int]) -> dict[str, torch.Tensor]:
+def score(latents: Mapping[str, torch.Tensor], classes: Sequence[int], audio_time: int = -1) -> dict[str, torch.Tensor]:
     """Named sub-scores of clean latents, each ``(B,)`` float64 in [0, 1], higher is better.
 
     ``clap``: how much the audio sounds like the prompt's template, ``(1 + cosine) / 2``; 0.5 for silence and for another class.
     ``av``: how well the brightness matches the energy, ``exp(−(brightness − (energy − 1))² / (2 · 0.4²))``.
 
+    ``audio_time``: as for `sample`.
+
     Raises:
         ValueError: shapes do not fit, or a class does not exist.
     """
+    if "audio" in latents and latents["audio"].ndim > 2:
+        latents = {**latents, "audio": latents["audio"].movedim(audio_time + (audio_time >= 0), -1)}
     _check({modality: latents[modality].shape[1:] for modality in latents}, classes)
     if any(latents[modality].shape[0] != len(classes) for modality in MODALITIES):
         raise ValueError(f"{len(classes)} prompts for {[latents[modality].shape[0] for modality in MODALITIES]} samples of {MODALITIES}")

@@ -180,6 +180,8 @@ def each_request_keeps_its_own_anchors(port: Port, case: Case) -> None:
     Identity that is carried by the index in a list pins the wrong end when only the last frame is given.
     """
     everything = max(port.givens, key=len)
+    if sum(map(bool, port.givens)) < 2:
+        raise Uncovered(f"port {port.name!r} has one way to give frames; there is no other to compare with")
 
     def anchors(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         given, generated = _blocks(port, Case(case.seed, case.extent, case.prompts, names))[0]

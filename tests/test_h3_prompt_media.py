@@ -151,10 +151,10 @@ def test_keyframe_latents_follow_the_released_recipe(port: H3) -> None:
     sample = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=torch.Generator().manual_seed(42))
     mean, std = (torch.tensor(values).view(24, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
     want = (sample[0].half().float() - mean) / std
-    got = port.encode_keyframe(image)
+    got = port.encode_frame(image)
     assert got.shape == (24, 1, 4, 6) and got.dtype == torch.float32
     assert (got - want).abs().max() < 5e-3  # one step of float16
-    assert 0.3 < got.std() < 3 and relative_error(port.encode_keyframe(picture(4, 64, 96)), got) > 0.1
+    assert 0.3 < got.std() < 3 and relative_error(port.encode_frame(picture(4, 64, 96)), got) > 0.1
     assert relative_error(sample[0], got) > 0.1  # latent statistics that are not the identity
 
 

@@ -109,7 +109,7 @@ class H3(FusedPort):
 
         if given and images:
             raise ValueError("given frames come as latents or as images, not both")
-        given = {name: self.encode_keyframe(image) for name, image in images.items()} if images else given
+        given = {name: self.encode_frame(image) for name, image in images.items()} if images else given
         presentation = self.present(prompt_ids, images)
         generator = torch.Generator().manual_seed(seed)
         rows = []
@@ -128,17 +128,22 @@ class H3(FusedPort):
         )
 
     def given_latents(self, case: Case) -> list[dict[str, torch.Tensor]]:
-        return [{name: self.encode_keyframe(image) for name, image in images.items()} for images in self.keyframes(case)]
+        return [{name: self.encode_frame(image) for name, image in images.items()} for images in self.keyframes(case)]
 
     def keyframes(self, case: Case) -> list[dict[str, Any]]:
         """The keyframes of each sample by name, uint8 ``(16·h, 16·w, 3)`` noise: one of four a name and size, so that encodings are cached."""
         size = (case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL, 3)
         return [{name: _picture(name, (case.seed + index) % 4, size) for name in case.given} for index in range(case.batch)]
 
-    def encode_keyframe(self, image: Any) -> torch.Tensor:
+    def encode_frame(self, image: Any) -> torch.Tensor:
         """Clean latents ``(24, 1, H/16, W/16)`` of a uint8 ``(H, W, 3)`` keyframe, by diffusers' own recipe."""
         check_keyframe(image)
         return self._encode_keyframe(image.tobytes(), image.shape).clone()
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Mean and deviation of each channel of video latents."""
+        config = self.autoencoders.vae.config
+        return config.latents_mean, config.latents_std
 
     @lru_cache(maxsize=256)  # noqa: B019  a port lives as long as the run
     def _encode_keyframe(self, pixels: bytes, shape: tuple[int, ...]) -> torch.Tensor:
@@ -160,16 +165,14 @@ class H3(FusedPort):
     def predict_velocity(
         self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]
     ) -> dict[str, torch.Tensor]:
-        rows = self.pack(latents)
         raw: dict[str, list[Any]] = {modality: [None] * len(conditions) for modality in self.modalities}
         for members in self.groups(sigmas, conditions):
-            inputs, layout = self._inputs(latents, rows, sigmas, conditions, members)
-            video, audio = self.actor(**inputs, return_dict=False)
+            video, audio = self.actor(**self.inputs(latents, sigmas, conditions, members), return_dict=False)
             for place, index in enumerate(members):
-                raw["video"][index] = video[place, layout.given_rows :]
+                raw["video"][index] = video[place, self.first_row(conditions[index]) :]
                 raw["audio"][index] = audio[place]
         shapes = {modality: value.shape[1:] for modality, value in latents.items()}
-        return self.unpack_rows({m: -torch.stack(value).float().to(latents[m].device) for m, value in raw.items()}, shapes)
+        return self.unpack_rows({modality: -torch.stack(value).float() for modality, value in raw.items()}, shapes)
 
     def groups(self, sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> list[list[int]]:
         """Samples that share a layout and both noise levels: H3's batch axis only repeats one packed layout."""
@@ -179,15 +182,12 @@ class H3(FusedPort):
             groups.setdefault(key, []).append(index)
         return list(groups.values())
 
-    def _inputs(
-        self,
-        latents: Mapping[str, torch.Tensor],
-        rows: Mapping[str, torch.Tensor],
-        sigmas: Mapping[str, torch.Tensor],
-        conditions: Sequence[Conditions],
-        members: list[int],
-    ) -> tuple[dict[str, torch.Tensor], Layout]:  # fmt: skip
-        """Arguments of the transformer for one group."""
+    def first_row(self, condition: Conditions) -> int:
+        return int(condition.extra["given_rows"].shape[0])
+
+    def inputs(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions], members: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
         from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
 
         first = conditions[members[0]]
@@ -204,10 +204,10 @@ class H3(FusedPort):
             max(times["video"], GIVEN_TIME),
             1.0,
         )
-        given = torch.stack([conditions[i].extra["given_rows"] for i in members])
+        given, rows = torch.stack([conditions[i].extra["given_rows"] for i in members]), self.pack({m: v[members] for m, v in latents.items()})
         inputs = dict(
-            hidden_states=torch.cat([given.to(rows["video"]), rows["video"][members]], dim=1),
-            audio_hidden_states=rows["audio"][members],
+            hidden_states=torch.cat([given.to(rows["video"]), rows["video"]], dim=1),
+            audio_hidden_states=rows["audio"],
             encoder_hidden_states=torch.stack([conditions[i].embeds for i in members]),
             timestep=timestep,
             timestep_indices=indices,
@@ -217,7 +217,7 @@ class H3(FusedPort):
             audio_indices=layout.audio,
             text_indices=layout.text,
         )
-        return {name: value.to(self.device) for name, value in inputs.items()}, layout
+        return {name: value.to(self.device) for name, value in inputs.items()}
 
     # -- packing -----------------------------------------------------------------------------------------------------------------------------
     def pack(self, latents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ class LTX2(FusedPort):
     def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
         """Conditions of one sample: token ids of the prompt, and the clean latents ``(C, 1, h, w)`` of the first frame by name; nothing is drawn."""
         context = self._encode(tuple(prompt_ids))
-        return Conditions(tuple(prompt_ids), context.embeds, dict(given or {}), context.extra())
+        return Conditions(tuple(prompt_ids), self.encode_prompt(prompt_ids), dict(given or {}), context.extra())
 
     def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         extent, given = (case.extent, case.given) if case else (self.smallest, ())
@@ -109,18 +109,20 @@ class LTX2(FusedPort):
     ) -> dict[str, torch.Tensor]:
         raw: dict[str, list[Any]] = {modality: [None] * len(conditions) for modality in self.modalities}
         for members in self.groups(sigmas, conditions):
-            inputs = self._inputs(latents, sigmas, conditions, members)
+            inputs = self.inputs(latents, sigmas, conditions, members)
             outputs = self.actor(**inputs, return_dict=False)
             for place, index in enumerate(members):
                 for modality, output in zip(self.modalities, outputs, strict=True):
-                    raw[modality][index] = output[place, given_rows(conditions[index]) if modality == "video" else 0 :]
+                    raw[modality][index] = output[place, self.first_row(conditions[index]) if modality == "video" else 0 :]
         rows = {modality: torch.stack(value).float() for modality, value in raw.items()}
         return self.unpack_rows(rows, {modality: value.shape[1:] for modality, value in latents.items()})
 
-    def _inputs(
-        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions], members: list[int]
+    def first_row(self, condition: Conditions) -> int:
+        return given_rows(condition)
+
+    def inputs(
+        self, latents: Mapping[str, torch.Tensor], sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions], members: Sequence[int]
     ) -> dict[str, Any]:
-        """Arguments of the transformer for samples that agree in what is given."""
         given = [torch.stack([conditions[i].given[name] for i in members]) for name in conditions[members[0]].given]
         video = torch.cat([*(frame.to(latents["video"]) for frame in given), latents["video"][members]], dim=2)
         rows = self.pack({"video": video, "audio": latents["audio"][members]})
@@ -250,7 +252,8 @@ class LTX2(FusedPort):
 
     @cached_property
     def connectors(self) -> Any:
-        return ltx2_text.connectors(self.weights, self.width).to(getattr(torch, self.dtype))
+        model = ltx2_text.connectors(self.weights, self.width)
+        return model if self.dtype == "float32" else model.to(getattr(torch, self.dtype))
 
     @cached_property
     def _presenter(self) -> Any:
@@ -285,6 +288,10 @@ class LTX2(FusedPort):
         from loudfail.harness.ports import ltx2_media
 
         return ltx2_media.encode_frame(self.vae, self._media, image)
+
+    def latent_statistics(self) -> tuple[Any, Any]:
+        """Mean and deviation of each channel of video latents."""
+        return self.vae.latents_mean, self.vae.latents_std
 
     # -- media -------------------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Mapping[str, torch.Tensor]) -> list[Media]:

@@ -217,7 +217,7 @@ class LTX2Fused(FusedModel):
         from vllm_omni.diffusion.models.ltx2.ltx2_recipes import LTX_POSITIVE_ONLY_RECIPE
 
         device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-        kept: list[list[dict[str, Any]]] = [[{} for _ in conditions] for _ in range(calls)]
+        kept: list[list[dict[str, Any]]] = []
         for members in groups(conditions):
             chosen = [conditions[i] for i in members]
             whole, contexts = _inputs({m: v[members] for m, v in noise.items()}, chosen, device, dtype)
@@ -234,6 +234,7 @@ class LTX2Fused(FusedModel):
                 phase_recipe=LTX_POSITIVE_ONLY_RECIPE.phases[0],
                 prompt_context=LTXPromptContext(len(members), *positive, *positive, None, None, None),
             )
+            kept += [[{} for _ in conditions] for _ in loop.steps[len(kept) :]]
             for step, call in zip(loop.steps, kept, strict=True):
                 for name in ("before", "raw", "after"):
                     for place, value in enumerate(self._unpack(*step[name], size, given)):

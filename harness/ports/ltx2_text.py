@@ -40,17 +40,23 @@ def tokenizer(weights: str | None) -> Any:
 
 def encoder(weights: str | None, width: int) -> Any:
     """The text encoder of a checkpoint folder, or the tiny one with hidden states of ``width``."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
+    from transformers.utils import logging
 
     if weights is not None:
         folder = _folder(weights, "text_encoder")
         return Gemma3ForConditionalGeneration.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False)
-    text = dict(
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # of its own default rope parameters
+    text = Gemma3TextConfig(
         vocab_size=len(tokenizer(None)), hidden_size=width, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, max_position_embeddings=TOKENS, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-    return _seed(Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)))
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    logging.set_verbosity(level)
+    return _seed(Gemma3ForConditionalGeneration(config))
 
 
 def connectors(weights: str | None, width: int) -> Any:

@@ -64,12 +64,26 @@ def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
         yield
 
 
+def _other_linear(port: Port) -> str:
+    """A linear of the actor that the configured targets do not match; empty if there is none."""
+    import torch
+
+    modules = dict(getattr(port, "actor", torch.nn.Module()).named_modules())
+    names = [name.removesuffix(".weight") for name in port.base_state() if name.endswith(".weight")]
+    free = [name for name in names if not name.endswith(port.adapter.targets) and isinstance(modules.get(name), torch.nn.Linear)]
+    return free[0] if free else ""
+
+
 @fault(
-    "adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="bghira/SimpleTuner #2629", ports=["h3"]
+    "adapter",
+    catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
+    source="bghira/SimpleTuner #2629",
+    unless=lambda port: "" if _other_linear(port) else "its targets match every linear of the actor",
 )
 def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:
     """A target suffix also matches a module outside the blocks, whose adapter no rollout knows."""
-    extra = lambda original: lambda name, config: original(name, with_fields(config, targets=(*config.targets, "context_embedder")))  # noqa: E731
+    outside = _other_linear(port)
+    extra = lambda original: lambda name, config: original(name, with_fields(config, targets=(*config.targets, outside)))  # noqa: E731
     with mended(port), inject.replace(port, "add_adapter", extra):
         port.add_adapter("default", port.adapter)
         yield
@@ -268,7 +282,7 @@ def a_second_load_is_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="huggingface/trl #3234, #3500", ports=["h3"])
+@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="huggingface/trl #3234, #3500", ports=["h3", "ltx2"])
 def dropout_is_active(port: Port) -> Iterator[None]:
     """LoRA dropout is on and the model is in training mode, so that two calls differ."""
     import peft

@@ -23,44 +23,59 @@ SHOWN = "conditions::the_rollouts_encoder_is_shown_the_given_frames"
 CONTRACT = "verl-project/verl-omni RFC #396, PR #401, PR #448"
 
 
+#: Ports whose video input holds the given rows first.
+IN_FRONT = ("h3", "ltx2")
+
+
 def with_inputs(port: Port, change: Any) -> AbstractContextManager[Any]:
-    """Change the arguments of the H3 transformer: ``change(arguments, layout, sigmas, members) -> None``."""
+    """Change the arguments of the transformer: ``change(arguments, given rows, sigmas, members) -> None``."""
 
     def make(original: Any) -> Any:
-        def inputs(latents: Any, rows: Any, sigmas: Any, conditions: Any, members: list[int]) -> Any:
-            arguments, layout = original(latents, rows, sigmas, conditions, members)
-            change(arguments, layout, sigmas, members)
-            return arguments, layout
+        def inputs(latents: Any, sigmas: Any, conditions: Any, members: Any) -> Any:
+            arguments = original(latents, sigmas, conditions, members)
+            change(arguments, port.first_row(conditions[members[0]]), sigmas, members)  # type: ignore[attr-defined]
+            return arguments
 
         return inputs
 
-    return inject.replace(port, "_inputs", make)
+    return inject.replace(port, "inputs", make)
 
 
-@fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=("h3",))
+def with_frames_of(condition: Any, other: Any) -> Any:
+    """Conditions with another sample's given frames; ``given_rows`` holds them as rows where a port has such."""
+    rows = {name: other.extra[name] for name in ("given_rows",) if name in other.extra}
+    return replace(condition, given=other.given, extra=dict(condition.extra, **rows))
+
+
+def without_frames(condition: Any) -> Any:
+    """Conditions in which nothing is given."""
+    rows = {name: condition.extra[name][:0] for name in ("given_rows",) if name in condition.extra}
+    return replace(condition, given={}, extra=dict(condition.extra, **rows))
+
+
+@fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT)
 def given_frames_are_noised_with_the_rest(port: Port) -> Iterator[None]:
     """Given rows are mixed with noise at the level of the generated rows."""
 
-    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+    def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         rows = arguments["hidden_states"].clone()
         sigma = float(sigmas["video"][members[0]])
-        given = rows[:, : layout.given_rows]
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
-        rows[:, : layout.given_rows] = (1 - sigma) * given + sigma * noise
+        noise = torch.randn(rows[:, :given].shape, generator=torch.Generator().manual_seed(0))
+        rows[:, :given] = (1 - sigma) * rows[:, :given] + sigma * noise
         arguments["hidden_states"] = rows
 
     with with_inputs(port, change):
         yield
 
 
-@fault("objective", "condition", "packing", catches=[SAME, "conventions::the_same_call_gives_the_same_velocity"], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "packing", catches=[SAME, "conventions::the_same_call_gives_the_same_velocity"], source=CONTRACT, ports=IN_FRONT)
 def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
     """The small noise of given rows is drawn anew at every call instead of being kept."""
     generator = torch.Generator().manual_seed(0)
 
-    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+    def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         rows = arguments["hidden_states"].clone()
-        rows[:, : layout.given_rows] += 1e-3 * torch.randn(rows[:, : layout.given_rows].shape, generator=generator)
+        rows[:, :given] += 1e-3 * torch.randn(rows[:, :given].shape, generator=generator)
         arguments["hidden_states"] = rows
 
     with with_inputs(port, change):
@@ -71,9 +86,10 @@ def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
 def given_rows_are_told_the_level_of_generated_rows(port: Port) -> Iterator[None]:
     """The clean anchor is labelled with the noisy rows' level."""
 
-    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+    def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         indices = arguments["timestep_indices"].clone()
-        indices[layout.video] = int(indices[layout.video[-1]])
+        video = arguments["video_indices"]
+        indices[video] = int(indices[video[-1]])
         arguments["timestep_indices"] = indices
 
     with with_inputs(port, change):
@@ -94,13 +110,13 @@ def the_upstream_row_times_ignore_given_rows(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=IN_FRONT)
 def given_frames_are_dropped(port: Port) -> Iterator[None]:
     """Given frames are left out of the sequence: the model generates from the prompt alone."""
 
     def make(original: Any) -> Any:
         def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
-            return original(latents, sigmas, [replace(c, given={}, extra=dict(c.extra, given_rows=c.extra["given_rows"][:0])) for c in conditions])
+            return original(latents, sigmas, [without_frames(c) for c in conditions])
 
         return predict
 
@@ -108,29 +124,26 @@ def given_frames_are_dropped(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, VENDOR], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT)
 def given_frames_are_black(port: Port) -> Iterator[None]:
     """Given rows have their place and label but hold zeros."""
 
-    def change(arguments: dict[str, Any], layout: Any, sigmas: Any, members: list[int]) -> None:
+    def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         rows = arguments["hidden_states"].clone()
-        rows[:, : layout.given_rows] = 0
+        rows[:, :given] = 0
         arguments["hidden_states"] = rows
 
     with with_inputs(port, change):
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[CLEAN, VENDOR], source="verl-project/verl-omni commit 2e08eeff, #25", ports=("h3",))
+@fault("objective", "condition", "vendor", catches=[CLEAN, VENDOR], source="verl-project/verl-omni commit 2e08eeff, #25", ports=IN_FRONT)
 def given_frames_belong_to_the_next_sample(port: Port) -> Iterator[None]:
     """Inside a batch, each sample gets its neighbour's given frames."""
 
     def make(original: Any) -> Any:
         def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
-            turned = [
-                replace(c, given=n.given, extra=dict(c.extra, given_rows=n.extra["given_rows"]))
-                for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)
-            ]
+            turned = [with_frames_of(c, n) for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)]
             return original(latents, sigmas, turned)
 
         return predict
@@ -165,31 +178,24 @@ def anchors_go_by_their_index_in_the_list(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=IN_FRONT)
 def given_rows_are_taken_for_generated_ones(port: Port) -> Iterator[None]:
     """The output is sliced from its beginning, where the given rows are, so that they are in the velocity and the last generated rows are not."""
 
-    def keep(original: Any) -> Any:
-        def inputs(*args: Any) -> Any:
-            arguments, layout = original(*args)
-            return arguments, replace(layout, given_rows=0)
-
-        return inputs
-
     def cut(original: Any) -> Any:
         def unpack(rows: Any, shapes: Any) -> Any:
-            _, frames, height, width = shapes["video"]
-            return original(dict(rows, video=rows["video"][:, : frames * height * width // 4]), shapes)
+            wanted = torch.Size(shapes["video"]).numel() // rows["video"].shape[-1]
+            return original(dict(rows, video=rows["video"][:, :wanted]), shapes)
 
         return unpack
 
     with ExitStack() as stack:
-        stack.enter_context(inject.replace(port, "_inputs", keep))
-        stack.enter_context(inject.replace(port, "_unpack", cut))
+        stack.enter_context(inject.replace(port, "first_row", lambda original: lambda condition: 0))
+        stack.enter_context(inject.replace(port, "unpack_rows", cut))
         yield
 
 
-@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "packing", catches=[LOSS], source=CONTRACT, ports=IN_FRONT)
 def the_loss_includes_given_rows(port: Port) -> Iterator[None]:
     """The output of given rows leaks into the velocity of the generated frame beside it."""
 
@@ -268,44 +274,43 @@ def the_rollout_does_not_restore_given_frames(port: Port) -> Iterator[None]:
 
 
 def other_pixels(port: Port, change: Any) -> AbstractContextManager[Any]:
-    """Change keyframes on their way into the video autoencoder, for trainer and rollout alike."""
-    return inject.replace(port, "encode_keyframe", lambda original: lambda image: original(change(image).copy()))
+    """Change given frames on their way into the video autoencoder, for trainer and rollout alike."""
+    return inject.replace(port, "encode_frame", lambda original: lambda image: original(change(image).copy()))
 
 
-@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT)
 def keyframes_have_red_and_blue_exchanged(port: Port) -> Iterator[None]:
     """Keyframes are read as BGR, as OpenCV gives them."""
     with other_pixels(port, lambda image: image[..., ::-1]):
         yield
 
 
-@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT)
 def keyframes_are_off_by_one_row(port: Port) -> Iterator[None]:
     """Keyframes are shifted by one row of pixels, as by a crop that is off by one."""
     with other_pixels(port, lambda image: image[[-1, *range(len(image) - 1)]]):
         yield
 
 
-@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT)
 def keyframes_are_mirrored(port: Port) -> Iterator[None]:
     """Keyframes are flipped from left to right by an augmentation that the clip does not get."""
     with other_pixels(port, lambda image: image[:, ::-1]):
         yield
 
 
-@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=("h3",))
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT)
 def keyframe_latents_are_not_normalized(port: Port) -> Iterator[None]:
     """Keyframe latents are used as the autoencoder gives them, without its latent statistics."""
 
     def make(original: Any) -> Any:
         def encode(image: Any) -> torch.Tensor:
-            config = port.autoencoders.vae.config
-            mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+            mean, std = (torch.as_tensor(values).view(-1, 1, 1, 1) for values in port.latent_statistics())  # type: ignore[attr-defined]
             return original(image) * std + mean
 
         return encode
 
-    with inject.replace(port, "encode_keyframe", make):
+    with inject.replace(port, "encode_frame", make):
         yield
 
 
@@ -401,4 +406,109 @@ def the_rollout_is_shown_mirrored_frames(port: Port) -> Iterator[None]:
 def the_rollout_is_shown_the_frames_in_another_order(port: Port) -> Iterator[None]:
     """The rollout's text encoder sees the last frame before the first."""
     with inject.in_ranks(port, _rollout_shown, "reversed"):
+        yield
+
+
+@fault("objective", "condition", "vendor", catches=[TOLD, VENDOR], source="NVlabs/FastGen PR #26; " + CONTRACT, ports=("ltx2",))
+def given_tokens_are_told_the_level_of_generated_ones(port: Port) -> Iterator[None]:
+    """Every video token carries the sampling level, the clean first frame's too."""
+
+    def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
+        arguments["timestep"] = 1000 * sigmas["video"][members].to(arguments["timestep"])
+
+    with with_inputs(port, change):
+        yield
+
+
+@fault(
+    "objective", "condition", "reference", catches=[AS_VENDOR], source="diffusers 0.40.0 resolve_default_image_crf; vllm-omni 0.30.0", ports=("ltx2",)
+)
+def the_first_frame_is_not_compressed(port: Port) -> Iterator[None]:
+    """The first frame goes into the autoencoder as it is; the model was trained on frames that had been compressed as video."""
+    from diffusers.pipelines.ltx2 import utils
+
+    from loudfail.harness.ports import ltx2_media
+
+    def make(original: Any) -> Any:
+        def encode(vae: Any, pipe: Any, image: Any) -> Any:
+            with inject.replace(utils, "apply_image_conditioning_crf", lambda _: lambda image, crf: image):
+                return original(vae, pipe, image)
+
+        return encode
+
+    with inject.replace(ltx2_media, "encode_frame", make):
+        yield
+
+
+@fault("objective", "condition", catches=[ENDS], ports=("ltx2",))
+def the_given_frame_is_appended(port: Port) -> Iterator[None]:
+    """The upstream clock gives the first frame of the sequence the time of the last, for trainer and vendor alike."""
+    from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+
+    def make(original: Any) -> Any:
+        def coords(self: Any, batch: int, frames: int, height: int, width: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return original(self, batch, frames, height, width, *args, **kwargs).roll(-height * width, 2)
+
+        return coords
+
+    with inject.replace(LTX2AudioVideoRotaryPosEmbed, "prepare_video_coords", make):
+        yield
+
+
+def _conditioning() -> Any:
+    from vllm_omni.diffusion.models.ltx2.ltx2_conditioning import LTXI2VConditioningMixin
+
+    return LTXI2VConditioningMixin
+
+
+def _tokens_told_the_clips_level() -> AbstractContextManager[Any]:
+    def make(original: Any) -> Any:
+        return lambda self, ts, *args, **kwargs: original(self, ts, *args, **kwargs) | {"timestep": ts}
+
+    return inject.replace(_conditioning(), "_denoise_timestep_kwargs", make)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="NVlabs/FastGen PR #26", ports=("ltx2",))
+def the_rollout_tells_given_tokens_the_clips_level(port: Port) -> Iterator[None]:
+    """The rollout's upstream conditioning labels the first frame with the level of the generated ones."""
+    with inject.in_ranks(port, _tokens_told_the_clips_level):
+        yield
+
+
+def _faded() -> AbstractContextManager[Any]:
+    def make(original: Any) -> Any:
+        def step(self: Any, velocity: Any, latents: Any, index: int, frames: int, height: int, width: int) -> Any:
+            after = original(self, velocity, latents, index, frames, height, width).clone()
+            after[:, : height * width] *= self.scheduler.sigmas[index + 1] / self.scheduler.sigmas[index]
+            return after
+
+        return step
+
+    return inject.replace(_conditioning(), "_step_video_latents_i2v", make)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source=CONTRACT, ports=("ltx2",))
+def the_rollout_scales_the_given_frame(port: Port) -> Iterator[None]:
+    """The rollout's upstream step scales the first frame along with the schedule instead of keeping it."""
+    with inject.in_ranks(port, _faded):
+        yield
+
+
+def _gated_by_the_other_stream() -> AbstractContextManager[Any]:
+    from loudfail.harness.ports import ltx2_rollout
+
+    def make(original: Any) -> Any:
+        return lambda video, audio: {"timestep": video, "audio_timestep": audio, "sigma": _level(video), "audio_sigma": _level(audio)}
+
+    return inject.replace(ltx2_rollout, "levels", make)
+
+
+def _level(told: torch.Tensor) -> torch.Tensor:
+    return told if told.ndim == 1 else told.amax(dim=1)
+
+
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="vllm-omni 0.30.0 ltx2_transformer; diffusers 0.40.0", ports=("ltx2",))
+def the_rollouts_streams_are_gated_by_each_others_level(port: Port) -> Iterator[None]:
+    """The rollout's gates between the streams take the other stream's level, as the engine does by itself: the first frame is heard by it too."""
+    with inject.in_ranks(port, _gated_by_the_other_stream):
         yield

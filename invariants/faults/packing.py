@@ -26,7 +26,7 @@ def packed(port: Port, change: Any) -> AbstractContextManager[Any]:
 
 def unpacked(port: Port, change: Any) -> AbstractContextManager[Any]:
     """Change the rows before unpacking."""
-    return inject.replace(port, "_unpack", lambda original: lambda rows, shapes: original(change(rows), shapes))
+    return inject.replace(port, "unpack_rows", lambda original: lambda rows, shapes: original(change(rows), shapes))
 
 
 def transposed_patch(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,21 +92,19 @@ def rows_are_rolled_by_one_when_packed(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[SEEN, LOOP], ports=("h3",))
+@fault("objective", "packing", "vendor", catches=[SEEN, LOOP], ports=("h3", "ltx2"))
 def rows_enter_the_model_off_by_one(port: Port) -> Iterator[None]:
     """The packed video rows are right, but enter the model one place later."""
 
     def make(original: Any) -> Any:
-        def inputs(*args: Any) -> Any:
-            arguments, layout = original(*args)
-            rows = arguments["hidden_states"]
-            given = layout.given_rows
-            arguments["hidden_states"] = torch.cat([rows[:, :given], rows[:, given:].roll(1, 1)], dim=1)
-            return arguments, layout
+        def inputs(latents: Any, sigmas: Any, conditions: Any, members: Any) -> Any:
+            arguments = original(latents, sigmas, conditions, members)
+            rows, given = arguments["hidden_states"], port.first_row(conditions[members[0]])
+            return arguments | {"hidden_states": torch.cat([rows[:, :given], rows[:, given:].roll(1, 1)], dim=1)}
 
         return inputs
 
-    with inject.replace(port, "_inputs", make):
+    with inject.replace(port, "inputs", make):
         yield
 
 
@@ -157,16 +155,16 @@ def media_positions_start_after_the_longest_prompt(port: Port) -> Iterator[None]
     """Rotary times of audio and video start after the longest prompt of the batch, not after the sample's own."""
 
     def make(original: Any) -> Any:
-        def inputs(latents: Any, rows: Any, sigmas: Any, conditions: Any, members: list[int]) -> Any:
-            arguments, layout = original(latents, rows, sigmas, conditions, members)
-            excess = max(len(c.embeds) for c in conditions) - layout.text.numel()
+        def inputs(latents: Any, sigmas: Any, conditions: Any, members: list[int]) -> Any:
+            arguments = original(latents, sigmas, conditions, members)
+            own = arguments["text_indices"].numel()
             arguments["position_ids"] = arguments["position_ids"].clone()
-            arguments["position_ids"][layout.text.numel() :, 0] += excess
-            return arguments, layout
+            arguments["position_ids"][own:, 0] += max(len(c.embeds) for c in conditions) - own
+            return arguments
 
         return inputs
 
-    with inject.replace(port, "_inputs", make):
+    with inject.replace(port, "inputs", make):
         yield
 
 
@@ -210,4 +208,100 @@ def the_actor_sees_the_prompt_without_its_tail(port: Port) -> Iterator[None]:
         return predict
 
     with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+def _video_rows(change: Any) -> AbstractContextManager[Any]:
+    """Change what the upstream pipelines pack video latents ``(B, C, F, H, W)`` from, for trainer and vendor alike."""
+    from diffusers import LTX2Pipeline
+
+    return inject.replace(LTX2Pipeline, "_pack_latents", lambda original: lambda latents, *args: original(change(latents), *args))
+
+
+@fault("objective", "packing", "vendor", catches=[TRIP], ports=("ltx2",))
+def the_upstream_packing_exchanges_height_and_width(port: Port) -> Iterator[None]:
+    """An upgraded upstream packing function goes down the columns of a frame; the port's unpacking does not follow."""
+    with _video_rows(lambda latents: latents.transpose(-1, -2)):
+        yield
+
+
+@fault("objective", "packing", "vendor", catches=[TRIP, LOOP], ports=("ltx2",))
+def frames_are_packed_down_their_columns(port: Port) -> Iterator[None]:
+    """Video rows go down the columns of a frame when packing; shapes agree."""
+
+    def make(original: Any) -> Any:
+        return lambda latents: original(dict(latents, video=latents["video"].transpose(-1, -2)))
+
+    with inject.replace(port, "pack", make):
+        yield
+
+
+@fault("objective", "packing", "vendor", catches=[VENDOR], ports=("ltx2",))
+def mel_bins_come_before_channels(port: Port) -> Iterator[None]:
+    """Packing and unpacking put an audio row's mel bins before its channels alike, so that the round trip is clean and the model sees another row."""
+    channels, bins = port.audio_shape  # type: ignore[attr-defined]
+
+    def turn(first: int) -> Any:
+        return lambda rows: dict(rows, audio=rows["audio"].unflatten(2, (first, -1)).transpose(2, 3).flatten(2))
+
+    with ExitStack() as stack:
+        stack.enter_context(packed(port, turn(channels)))
+        stack.enter_context(unpacked(port, turn(bins)))
+        yield
+
+
+def _clock(stream: str, change: Any) -> Any:
+    """Change a stream's times in the upstream model's own clock, for trainer and vendor alike."""
+    from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+
+    def make(original: Any) -> Any:
+        def coords(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result = original(*args, **kwargs).clone()
+            result[:, 0] = change(result[:, 0])
+            return result
+
+        return coords
+
+    return inject.replace(LTX2AudioVideoRotaryPosEmbed, f"prepare_{stream}_coords", make)
+
+
+@fault("objective", "packing", catches=[ORDER], ports=("ltx2",))
+def the_videos_clock_runs_backwards(port: Port) -> Iterator[None]:
+    """The upstream model gives video frames their times in reverse order, for trainer and vendor alike."""
+    with _clock("video", lambda times: times.flip(1)):
+        yield
+
+
+@fault("objective", "packing", catches=[ORDER], ports=("ltx2",))
+def the_audios_clock_starts_late(port: Port) -> Iterator[None]:
+    """Audio is placed a tenth of a second later than the video that belongs to it."""
+    with _clock("audio", lambda times: times + 0.1):
+        yield
+
+
+@fault("objective", "packing", "condition", catches=[COUNTED], source="verl-project/verl-omni RFC #396", ports=("h3", "ltx2"))
+def given_frames_have_no_rows(port: Port) -> Iterator[None]:
+    """Given frames are part of the conditions and of no row."""
+    from loudfail.invariants.faults.conditions import without_frames
+
+    def make(original: Any) -> Any:
+        return lambda latents, sigmas, conditions: original(latents, sigmas, [without_frames(one) for one in conditions])
+
+    with inject.replace(port, "predict_velocity", make):
+        yield
+
+
+@fault("objective", "packing", catches=[ALONE], source="vllm-project/vllm-omni#4443, PR #4474", ports=("ltx2",))
+def clocks_go_on_from_sample_to_sample(port: Port) -> Iterator[None]:
+    """The audio of each sample of a batch begins a second after that of the sample before."""
+
+    def make(original: Any) -> Any:
+        def inputs(*args: Any) -> Any:
+            arguments = original(*args)
+            coords = arguments["audio_coords"]
+            return arguments | {"audio_coords": coords + torch.arange(len(coords)).view(-1, 1, 1, 1).to(coords)}
+
+        return inputs
+
+    with inject.replace(port, "inputs", make):
         yield

@@ -10,6 +10,7 @@ from typing import Any
 from loudfail.harness import inject
 from loudfail.harness.port import Port
 from loudfail.harness.registry import fault
+from loudfail.invariants.faults.conventions import no_condition, other_prompt
 
 IDS, ALIKE = "prompts::the_rollouts_encoder_gets_the_ids_of_the_dataset", "prompts::trainer_and_rollout_embed_a_prompt_alike"
 EVERY, DIFFERENT = "prompts::every_token_is_encoded", "prompts::different_prompts_have_different_embeddings"
@@ -27,14 +28,14 @@ def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
     return inject.replace(port, "rollout_prompt", lambda original: lambda ids: original(change(tuple(ids))))
 
 
-@fault("prompt", catches=[IDS], source="verl-project/verl-omni commit 786dd36c; sgl-project/sglang PR #26555", ports=("h3",))
+@fault("prompt", catches=[IDS], source="verl-project/verl-omni commit 786dd36c; sgl-project/sglang PR #26555", ports=("h3", "ltx2"))
 def the_rollout_tokenizes_the_decoded_prompt(port: Port) -> Iterator[None]:
     """Ids are decoded to text and tokenized again inside the engine."""
     with other_ids(port, lambda ids: port.tokenize(port.tokenizer.decode(ids))):
         yield
 
 
-@fault("prompt", catches=[IDS, ALIKE], source="verl-project/verl-omni commit 786dd36c", ports=("h3",))
+@fault("prompt", catches=[IDS, ALIKE], source="verl-project/verl-omni commit 786dd36c")
 def the_rollout_wraps_the_prompt_in_a_chat_template(port: Port) -> Iterator[None]:
     """A generic agent loop puts the prompt into a chat turn."""
     with other_ids(port, lambda ids: (*port.tokenize("<|im_start|>user\n"), *ids, *port.tokenize("<|im_end|>\n"))):
@@ -125,45 +126,40 @@ def the_prompts_of_a_batch_are_exchanged(port: Port) -> Iterator[None]:
 
 @fault("prompt", "objective", catches=[CARRY], source="Tencent-Hunyuan/UniRL#326")
 def training_encodes_a_stripped_prompt(port: Port) -> Iterator[None]:
-    """Training conditions are built from the prompt without the white space around it and with accents composed, the dataset's ids are not."""
+    """Training conditions are built from the prompt stripped, with accents composed and cut, the dataset's ids are not."""
     import unicodedata
     from dataclasses import replace as with_fields
 
     def make(original: Any) -> Any:
-        return lambda case: original(with_fields(case, prompts=tuple(unicodedata.normalize("NFC", p).strip()[:5] or "." for p in case.prompts)))
+        return lambda case: original(
+            with_fields(case, prompts=tuple(unicodedata.normalize("NFC", p).strip()[: len(p) // 2] or "." for p in case.prompts))
+        )
 
     with inject.replace(port, "conditions", make):
         yield
 
 
-@fault(
-    "objective", catches=[SWAP, "conventions::the_samples_of_a_batch_do_not_influence_each_other"], source="Tencent-Hunyuan/UniRL#326", ports=("h3",)
-)
+@fault("objective", catches=[SWAP, "conventions::the_samples_of_a_batch_do_not_influence_each_other"], source="Tencent-Hunyuan/UniRL#326")
 def samples_are_denoised_under_the_next_samples_prompt(port: Port) -> Iterator[None]:
     """Inside a batch, each sample gets its neighbour's prompt."""
 
     def make(original: Any) -> Any:
-        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
-            turned = [
-                replace(c, prompt_ids=n.prompt_ids, embeds=n.embeds, extra=dict(c.extra, tags=n.extra["tags"]))
-                for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)
-            ]
-            return original(latents, sigmas, turned)
-
-        return predict
+        return lambda latents, sigmas, conditions: original(latents, sigmas, [*conditions[1:], conditions[0]])
 
     with inject.replace(port, "predict_velocity", make):
         yield
 
 
-@fault("objective", catches=[HEARD], source="Comfy-Org/ComfyUI#15805", ports=("h3",))
+@fault("objective", catches=[HEARD], source="Comfy-Org/ComfyUI#15805", unless=no_condition)
 def the_prompt_has_no_effect(port: Port) -> Iterator[None]:
-    """The embeddings that enter the model are zero."""
+    """The model is given one prompt, whatever the sample's."""
 
     def make(original: Any) -> Any:
-        return lambda latents, sigmas, conditions: original(
-            latents, sigmas, [replace(c, embeds=c.embeds[:1] * 0, extra=dict(c.extra, tags=c.extra["tags"][:1])) for c in conditions]
-        )
+        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            fixed = port.tokenize("rain")
+            return original(latents, sigmas, [other_prompt(port, c, fixed) for c in conditions])
+
+        return predict
 
     with inject.replace(port, "predict_velocity", make):
         yield
@@ -174,7 +170,12 @@ def other_text(port: Port, change: Any) -> AbstractContextManager[Any]:
     return inject.replace(port, "tokenize", lambda original: lambda text: original(change(text) or text))
 
 
-@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="Tencent-Hunyuan/UniRL#326")
+def strips(port: Port) -> str:
+    same = port.reference_prompt(" rain ") == port.reference_prompt("rain")
+    return "the vendor's pipeline strips prompts itself" if same else ""
+
+
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="Tencent-Hunyuan/UniRL#326", unless=strips)
 def the_dataset_strips_the_text(port: Port) -> Iterator[None]:
     """Prompts lose the white space around them before they are tokenized."""
     with other_text(port, str.strip):
@@ -204,12 +205,85 @@ def the_dataset_cuts_long_prompts(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "prompt", "reference", catches=[AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357", ports=("h3",))
+@fault("objective", "prompt", "reference", catches=[AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357", unless=no_condition)
 def conditions_are_cut(port: Port) -> Iterator[None]:
     """Conditions keep the first 128 rows of an embedding, for trainer and rollout alike."""
 
     def cut(condition: Any) -> Any:
-        return replace(condition, embeds=condition.embeds[:128], extra=condition.extra | {"tags": condition.extra["tags"][:128]})
+        tags = {name: condition.extra[name][:128] for name in ("tags",) if name in condition.extra}
+        return replace(condition, embeds=condition.embeds[:128], extra=condition.extra | tags)
 
     with inject.replace(port, "condition", lambda original: lambda *args, **kwargs: cut(original(*args, **kwargs))):
+        yield
+
+
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",))
+def the_dataset_keeps_white_space_that_the_pipeline_strips(port: Port) -> Iterator[None]:
+    """Prompts are tokenized with the white space around them, which the vendor's pipeline takes away."""
+    with inject.replace(port, "tokenize", lambda _: lambda text: tuple(port.tokenizer(text)["input_ids"])):  # type: ignore[attr-defined]
+        yield
+
+
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",))
+def the_dataset_has_no_first_token(port: Port) -> Iterator[None]:
+    """Ids are stored without the token that begins a text."""
+    with inject.replace(port, "tokenize", lambda original: lambda text: original(text)[1:] or original(text)):
+        yield
+
+
+def _other_stack(change: Any) -> AbstractContextManager[Any]:
+    """Change the stack of hidden states that the trainer's upstream pipeline makes; the rollout's is its own."""
+    from diffusers import LTX2Pipeline
+
+    from loudfail.harness.ports.ltx2 import LTX2
+
+    def make(original: Any) -> Any:
+        def embed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            embeds, mask = original(self, *args, **kwargs)
+            return change(embeds.unflatten(2, (self.text_encoder.config.text_config.hidden_size, -1))).flatten(2), mask
+
+        return embed
+
+    return inject.replace(LTX2Pipeline, "_get_gemma_prompt_embeds", make, clear=(LTX2._encode,))
+
+
+@fault("prompt", "objective", catches=[ALIKE, CARRY], ports=("ltx2",))
+def the_trainer_stacks_the_layers_in_reverse(port: Port) -> Iterator[None]:
+    """The trainer's stack of hidden states begins with the last layer."""
+    with _other_stack(lambda layers: layers.flip(-1)):
+        yield
+
+
+@fault("prompt", "objective", catches=[ALIKE, CARRY], ports=("ltx2",))
+def the_trainer_reads_the_last_layer_only(port: Port) -> Iterator[None]:
+    """Every layer of the trainer's stack is the last hidden state, as encoders are used elsewhere."""
+    with _other_stack(lambda layers: layers[..., -1:].expand_as(layers)):
+        yield
+
+
+@fault("prompt", "objective", "reference", catches=[AS_VENDOR], ports=("ltx2",))
+def the_streams_have_each_others_context(port: Port) -> Iterator[None]:
+    """The connectors' two contexts are exchanged, for trainer and rollout alike."""
+
+    def swap(condition: Any) -> Any:
+        return replace(
+            condition, extra=condition.extra | {"video_context": condition.extra["audio_context"], "audio_context": condition.extra["video_context"]}
+        )
+
+    with inject.replace(port, "condition", lambda original: lambda *args, **kwargs: swap(original(*args, **kwargs))):
+        yield
+
+
+@fault("prompt", "presentation", "reference", "engine", catches=["conditions::the_rollouts_encoder_is_shown_the_given_frames"], ports=("ltx2",))
+def the_rollouts_connectors_have_other_registers(port: Port) -> Iterator[None]:
+    """The rollout's connectors fill the context with registers of their own."""
+
+    def make(original: Any) -> Any:
+        def encode(ids: Any) -> Any:
+            context = original(ids)
+            return replace(context, video=context.video.roll(1, 0), audio=context.audio.roll(1, 0))
+
+        return encode
+
+    with inject.replace(port, "_encode_in_rollout", make):
         yield

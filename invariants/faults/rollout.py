@@ -385,3 +385,94 @@ def rollouts_of_a_batch_share_the_second_prompt(port: Port) -> Iterator[None]:
 
     with _recorded(change):
         yield
+
+
+def _call(change: Any) -> Any:
+    """Change the arguments of the upstream model's call in a rank: ``change(arguments) -> arguments``."""
+    from vllm_omni.diffusion.models.ltx2.ltx2_transformer import LTX2VideoTransformer3DModel
+
+    return inject.replace(LTX2VideoTransformer3DModel, "forward", lambda original: lambda self, **arguments: original(self, **change(arguments)))
+
+
+def _contexts(change: Any) -> Any:
+    names = ("encoder_hidden_states", "audio_encoder_hidden_states")
+    return _call(lambda arguments: arguments | {name: change(arguments[name]) for name in names})
+
+
+def contexts_dropped() -> Any:
+    return _contexts(torch.zeros_like)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="ComfyUI #15805", ports=["ltx2"])
+def the_engine_has_no_context(port: Port) -> Iterator[None]:
+    """The prompt's contexts that the engine uses are zero."""
+    with inject.in_ranks(port, contexts_dropped):
+        yield
+
+
+def context_tokens_swapped() -> Any:
+    def swap(context: torch.Tensor) -> torch.Tensor:
+        return torch.cat([context[:, :1], context[:, 2:3], context[:, 1:2] * 0.5, context[:, 3:]], dim=1)
+
+    return _contexts(swap)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
+def a_context_token_is_halved(port: Port) -> Iterator[None]:
+    """Of a thousand tokens of context, the engine has the second one at half its size."""
+    with inject.in_ranks(port, context_tokens_swapped):
+        yield
+
+
+def context_cut() -> Any:
+    return _contexts(lambda context: context[:, :256])
+
+
+@fault("objective", "engine", "adapter", catches=[LONG, VELOCITY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
+def the_engine_cuts_contexts_at_256_tokens(port: Port) -> Iterator[None]:
+    """The engine attends to the first quarter of the context."""
+    with inject.in_ranks(port, context_cut):
+        yield
+
+
+def clocks_at_another_rate() -> Any:
+    return _call(lambda arguments: arguments | {"video_coords": arguments["video_coords"] * torch.tensor([24 / 25, 1, 1]).view(1, 3, 1, 1)})
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="vllm-omni #4443", ports=["ltx2"])
+def the_engine_has_another_frame_rate(port: Port) -> Iterator[None]:
+    """The engine's rotary clock of the video runs at 25 frames a second, the actor's at 24."""
+    with inject.in_ranks(port, clocks_at_another_rate):
+        yield
+
+
+def streams_isolated() -> Any:
+    from vllm_omni.diffusion.models.ltx2.ltx2_transformer import LTX2VideoTransformerBlock
+
+    def make(original: Any) -> Any:
+        return lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"use_v2a_cross_attention": False}))
+
+    return inject.replace(LTX2VideoTransformerBlock, "forward", make)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="own, from modality guidance", ports=["ltx2"])
+def the_engines_audio_does_not_see_the_video(port: Port) -> Iterator[None]:
+    """The attention from audio to video is off in the engine, as in a pass of modality guidance."""
+    with inject.in_ranks(port, streams_isolated):
+        yield
+
+
+def gated_by_the_other_stream() -> Any:
+    from loudfail.harness.ports import ltx2_rollout
+
+    def make(original: Any) -> Any:
+        return lambda video, audio: {"timestep": video, "audio_timestep": audio}
+
+    return inject.replace(ltx2_rollout, "levels", make)
+
+
+@fault("objective", "engine", "adapter", catches=[VELOCITY], source="vllm-omni 0.30.0 ltx2_transformer; diffusers 0.40.0", ports=["ltx2"])
+def the_engines_streams_are_gated_by_each_others_level(port: Port) -> Iterator[None]:
+    """The engine's gates between the streams take the other stream's level, as the engine does by itself."""
+    with inject.in_ranks(port, gated_by_the_other_stream):
+        yield

@@ -22,6 +22,15 @@ WALKED, MEMORY = "schedule::the_rollout_steps_along_the_grid", "schedule::the_gr
 EULER = "conventions::an_euler_loop_in_our_convention_ends_where_the_vendors_does"
 
 
+def no_shift(port: Port) -> str:
+    return "" if port.shift else "its schedule is not one shift of an even grid"
+
+
+def one_grid(port: Port) -> str:
+    grids = list(port.grid(max(4, port.least_calls)).values())
+    return "its modalities walk one grid" if all(torch.equal(grid, grids[0]) for grid in grids) else ""
+
+
 @fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED, EULER], source="verl-project/verl-omni#280, PR #279")
 def the_grid_has_one_point_less(port: Port) -> Iterator[None]:
     """The trainer replays a table that is one point shorter than the rollout's, for an adjustment that an older engine needed."""
@@ -40,7 +49,7 @@ def the_terminal_level_is_appended_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA, EULER], source="huggingface/diffusers#13243", ports=("h3",))
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA, EULER], source="huggingface/diffusers#13243", unless=no_shift)
 def the_shift_is_applied_twice(port: Port) -> Iterator[None]:
     """A grid that is shifted already is shifted again."""
 
@@ -68,7 +77,7 @@ def the_scheduler_class_shifts_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA], source="huggingface/diffusers#13243", ports=("h3",))
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA], source="huggingface/diffusers#13243", unless=no_shift)
 def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
     """The grid comes from the usual flow-match scheduler, whose end points are shifted once when it is built and again with the grid."""
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -88,7 +97,7 @@ def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, EULER], source="ostris/ai-toolkit PR #720", ports=("h3",))
+@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, EULER], source="ostris/ai-toolkit PR #720", unless=one_grid)
 def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
     """One sigma serves both modalities although the sampler walks two schedules; noise level and label agree, so that no loss shows it."""
 
@@ -127,7 +136,7 @@ def a_replay_reads_the_schedule_of_the_last_sampling(port: Port) -> Iterator[Non
         yield
 
 
-@fault("objective", "vendor", catches=[MEMORY], ports=("h3",))
+@fault("objective", "vendor", catches=[MEMORY])
 def the_grid_is_shared_with_its_callers(port: Port) -> Iterator[None]:
     """The grid is cached by its number of calls and handed out without a copy, so that one caller's arithmetic changes it for all."""
 
@@ -182,4 +191,48 @@ def _one_call_more() -> AbstractContextManager[Any]:
 def the_rollouts_loop_walks_another_grid_than_it_reports(port: Port) -> Iterator[None]:
     """The rollout's loop inserts a level after the first, while the grid that it reports stays right."""
     with inject.in_ranks(port, _one_call_more):
+        yield
+
+
+@fault("objective", "engine", catches=[ROLLOUT, WALKED], source="huggingface/diffusers#13243", ports=("ltx2",))
+def the_flow_match_class_shifts_twice(port: Port) -> Iterator[None]:
+    """The upstream flow-match scheduler shifts its levels twice, for trainer and vendor alike; the rollout's ranks have the class as it was."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    def make(original: Any) -> Any:
+        return lambda self, mu, sigma, t: original(self, mu, sigma, original(self, mu, sigma, t))
+
+    with inject.replace(FlowMatchEulerDiscreteScheduler, "time_shift", make):
+        yield
+
+
+def _own_levels() -> AbstractContextManager[Any]:
+    from loudfail.harness.ports.ltx2_rollout import LTX2Fused
+
+    return inject.replace(LTX2Fused, "request_sigmas", lambda original: lambda self, calls, tokens: None)
+
+
+@fault("objective", "engine", catches=[ROLLOUT], source="vllm-omni 0.30.0 _official_ltx_sigmas; diffusers 0.40.0 calculate_shift", ports=("ltx2",))
+def the_rollout_walks_the_schedule_of_the_largest_clip(port: Port) -> Iterator[None]:
+    """Requests carry no levels, and the rollout walks its own: shifted as for the largest clip, whatever the clip, where the vendor's are not."""
+    with inject.in_ranks(port, _own_levels):
+        yield
+
+
+def _one_level_more() -> AbstractContextManager[Any]:
+    from vllm_omni.diffusion.models.ltx2 import ltx2_denoise
+
+    def make(original: Any) -> Any:
+        def run(pipeline: Any, req: Any, inputs: Any, *, sigmas: Any, **kwargs: Any) -> Any:
+            return original(pipeline, req, inputs, sigmas=[sigmas[0], (sigmas[0] + sigmas[1]) / 2, *sigmas[1:]], **kwargs)
+
+        return run
+
+    return inject.replace(ltx2_denoise.LTXPhaseExecutor, "run", make)
+
+
+@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("ltx2",))
+def the_rollouts_loop_inserts_a_level(port: Port) -> Iterator[None]:
+    """The rollout's loop inserts a level after the first, while the grid that it reports stays right."""
+    with inject.in_ranks(port, _one_level_more):
         yield

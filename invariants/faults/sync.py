@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -343,9 +344,34 @@ def the_scale_is_merged_into_the_trainers_tensors(port: Port) -> Iterator[None]:
         yield
 
 
-def _hand_over(change: Any) -> Any:
-    """Patch H3's hand-over in a rank: ``change(parts)`` edits the result."""
-    from loudfail.harness.ports.h3 import H3Fused
+def fused(port: Port) -> str:
+    return "" if hasattr(port, "fused") else "its engine is none of a fused model that Loudfail hands over to"
+
+
+def adapted(port: Port, ending: str) -> str:
+    """Why there is no projection of that ending in the adapter."""
+    return fused(port) or ("" if any(name.endswith(ending) for name in port.projections()) else f"its adapter has no {ending}")
+
+
+def no_queries(port: Port) -> str:
+    return adapted(port, ".to_q")
+
+
+def no_keys(port: Port) -> str:
+    return adapted(port, ".to_k")
+
+
+def no_output(port: Port) -> str:
+    return adapted(port, ".to_out.0")
+
+
+def model_of(port: Any) -> type:
+    """The class of what says which fused model the port has."""
+    return type(port.fused({key: value for key, value in dict(port.actor.config).items() if not key.startswith("_")}))
+
+
+def _hand_over(model: type, change: Any) -> Any:
+    """Patch a port's hand-over in a rank: ``change(parts)`` edits the result."""
 
     def make(original: Any) -> Any:
         def hand_over(self: Any, state: Any, config: Any, degree: int) -> Any:
@@ -353,157 +379,157 @@ def _hand_over(change: Any) -> Any:
 
         return hand_over
 
-    return inject.replace(H3Fused, "hand_over", make)
+    return inject.replace(model, "hand_over", make)
 
 
-def halves_swapped() -> Any:
+def halves_swapped(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         other = {"fc1_0": "fc1_1", "fc1_1": "fc1_0"}
         return {f"{m.rsplit('.', 1)[0]}.{other.get(m.rsplit('.', 1)[1], m.rsplit('.', 1)[1])}": p for m, p in parts.items()}
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
 @fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="sglang #34940", ports=["h3"])
 def fc1_lora_halves_are_swapped(port: Port) -> Iterator[None]:
     """B of ff.net.0.proj goes over as [value; gate] although the engine's fc1 is [gate; value]."""
-    with inject.in_ranks(port, halves_swapped):
+    with inject.in_ranks(port, halves_swapped, model_of(port)):
         yield
 
 
-def output_projection_left_out() -> Any:
-    return _hand_over(lambda parts: {m: p for m, p in parts.items() if not m.endswith(".out_proj")})
+def output_projection_left_out(model: type) -> Any:
+    return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if not m.endswith((".out_proj", ".to_out.0"))})
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="verl-omni #658", ports=["h3"])
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="verl-omni #658", unless=no_output)
 def the_output_projection_is_not_handed_over(port: Port) -> Iterator[None]:
     """``to_out.0`` has no entry in the name map; the other projections bind."""
-    with inject.in_ranks(port, output_projection_left_out, rebuild=True):
+    with inject.in_ranks(port, output_projection_left_out, model_of(port), rebuild=True):
         yield
 
 
-def refiner_left_out() -> Any:
-    return _hand_over(lambda parts: {m: p for m, p in parts.items() if "token_refiner" not in m})
+def refiner_left_out(model: type) -> Any:
+    return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if "token_refiner" not in m})
 
 
 @fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["h3"])
 def the_refiners_lora_is_not_handed_over(port: Port) -> Iterator[None]:
     """The token refiner's blocks, which the suffix targets also match, are left out of the map."""
-    with inject.in_ranks(port, refiner_left_out, rebuild=True):
+    with inject.in_ranks(port, refiner_left_out, model_of(port), rebuild=True):
         yield
 
 
-def keys_and_values_swapped() -> Any:
+def keys_and_values_swapped(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         return {m.replace(".to_k", ".to_x").replace(".to_v", ".to_k").replace(".to_x", ".to_v"): p for m, p in parts.items()}
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, "sync::each_projection_alone_reaches_only_itself"], source="Tencent-Hunyuan/UniRL #296", ports=["h3"])
+@fault(
+    "adapter",
+    "engine",
+    catches=[REACHES, "sync::each_projection_alone_reaches_only_itself"],
+    source="Tencent-Hunyuan/UniRL #296",
+    unless=no_keys,
+)
 def key_and_value_lora_are_swapped(port: Port) -> Iterator[None]:
     """The K and V slices of the fused projection get each other's adapter."""
-    with inject.in_ranks(port, keys_and_values_swapped):
+    with inject.in_ranks(port, keys_and_values_swapped, model_of(port)):
         yield
 
 
-def blocks_shifted() -> Any:
+def blocks_shifted(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
-        return {
-            m.replace("transformer.blocks.0.", "transformer.blocks.X.").replace("blocks.1.", "blocks.0.").replace("blocks.X.", "blocks.1."): p
-            for m, p in parts.items()
-        }
+        return {re.sub(r"^(transformer\.\w*blocks\.)([01])\.", lambda found: f"{found[1]}{1 - int(found[2])}.", m): p for m, p in parts.items()}
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], ports=["h3"])
+@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=no_queries)
 def two_blocks_exchange_their_lora(port: Port) -> Iterator[None]:
     """The adapters of the first two blocks are exchanged; all names and shapes fit."""
-    with inject.in_ranks(port, blocks_shifted):
+    with inject.in_ranks(port, blocks_shifted, model_of(port)):
         yield
 
 
-def rounded_to_bfloat16() -> Any:
+def rounded_to_bfloat16(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         for part in parts.values():
             part.a, part.b = [a.bfloat16().float() for a in part.a], [b.bfloat16().float() for b in part.b]
         return parts
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", ports=["h3"])
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", unless=fused)
 def the_hand_over_rounds_to_bfloat16(port: Port) -> Iterator[None]:
     """The adapter crosses in bfloat16 although both sides run in float32."""
-    with inject.in_ranks(port, rounded_to_bfloat16):
+    with inject.in_ranks(port, rounded_to_bfloat16, model_of(port)):
         yield
 
 
-def rows_of_one_projection_transposed() -> Any:
+def rows_of_one_projection_transposed(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         for module, part in parts.items():
             if module.endswith(".to_q"):
-                heads = part.b[0].shape[0] // 8
-                part.b = [part.b[0].view(8, heads, -1).transpose(0, 1).reshape(part.b[0].shape).contiguous()]
+                part.b = [part.b[0].view(4, -1, part.b[0].shape[1]).transpose(0, 1).reshape(part.b[0].shape).contiguous()]
         return parts
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="Tencent-Hunyuan/UniRL #296; vllm-omni #6756", ports=["h3"])
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="Tencent-Hunyuan/UniRL #296; vllm-omni #6756", unless=no_queries)
 def query_lora_rows_are_interleaved(port: Port) -> Iterator[None]:
     """The rows of Q's B are interleaved over heads although the engine's rows are by blocks."""
-    with inject.in_ranks(port, rows_of_one_projection_transposed):
+    with inject.in_ranks(port, rows_of_one_projection_transposed, model_of(port)):
         yield
 
 
 # -- base weights --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _load(change: Any) -> Any:
-    """Patch H3's base load in a rank: ``change(state)`` edits the actor's state dict first."""
-    from loudfail.harness.ports.h3 import H3Fused
-
-    return inject.replace(H3Fused, "load", lambda original: lambda self, model, state: original(self, model, change(dict(state))))
+def _load(model: type, change: Any) -> Any:
+    """Patch a port's base load in a rank: ``change(state)`` edits the actor's state dict first."""
+    return inject.replace(model, "load", lambda original: lambda self, module, state: original(self, module, change(dict(state))))
 
 
-def base_halves_swapped() -> Any:
+def base_halves_swapped(model: type) -> Any:
     def change(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: torch.cat(v.chunk(2)[::-1]) if n.endswith("ff.net.0.proj.weight") else v for n, v in state.items()}
 
-    return _load(change)
+    return _load(model, change)
 
 
 @fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #34940, #36067", ports=["h3"])
 def the_base_fc1_halves_are_swapped(port: Port) -> Iterator[None]:
     """The base fc1 arrives as [value; gate]."""
-    with inject.in_ranks(port, base_halves_swapped, rebuild=True):
+    with inject.in_ranks(port, base_halves_swapped, model_of(port), rebuild=True):
         yield
 
 
-def base_heads_interleaved() -> Any:
+def base_heads_interleaved(model: type) -> Any:
     def change(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {n: v.view(8, -1, v.shape[1]).transpose(0, 1).reshape(v.shape) if n.endswith(".to_k.weight") else v for n, v in state.items()}
+        return {n: v.view(4, -1, v.shape[1]).transpose(0, 1).reshape(v.shape) if n.endswith(".to_k.weight") else v for n, v in state.items()}
 
-    return _load(change)
+    return _load(model, change)
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #36067; diffusers #14408", ports=["h3"])
+@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #36067; diffusers #14408", unless=fused)
 def the_base_keys_are_interleaved_over_heads(port: Port) -> Iterator[None]:
     """A per-head reorder of a native layout is applied to weights that are already in blocks."""
-    with inject.in_ranks(port, base_heads_interleaved, rebuild=True):
+    with inject.in_ranks(port, base_heads_interleaved, model_of(port), rebuild=True):
         yield
 
 
-def audio_head_left_out() -> Any:
-    return _load(lambda state: {n: torch.zeros_like(v) if n == "audio_proj_out.weight" else v for n, v in state.items()})
+def audio_head_left_out(model: type) -> Any:
+    return _load(model, lambda state: {n: torch.zeros_like(v) if n == "audio_proj_out.weight" else v for n, v in state.items()})
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="verl #7495", ports=["h3"])
+@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="verl #7495", ports=["h3", "ltx2"])
 def the_audio_head_is_not_loaded(port: Port) -> Iterator[None]:
     """The audio output head keeps its initial zeros."""
-    with inject.in_ranks(port, audio_head_left_out, rebuild=True):
+    with inject.in_ranks(port, audio_head_left_out, model_of(port), rebuild=True):
         yield
 
 
@@ -531,36 +557,36 @@ def the_rotary_table_is_not_initialized(port: Port) -> Iterator[None]:
 RANKS = "sync::adapters_of_every_rank_and_alpha_reach_the_rollout"
 
 
-def large_ranks_cut() -> Any:
+def large_ranks_cut(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         for part in parts.values():
             part.a = [torch.cat([a[:64], torch.zeros_like(a[64:])]) for a in part.a]
         return parts
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[RANKS], source="verl #7327", ports=["h3"])
+@fault("adapter", "engine", catches=[RANKS], source="verl #7327", unless=fused)
 def ranks_above_64_lose_their_tail(port: Port) -> Iterator[None]:
     """What is above the sixty-fourth row of A does not arrive."""
-    with inject.in_ranks(port, large_ranks_cut):
+    with inject.in_ranks(port, large_ranks_cut, model_of(port)):
         yield
 
 
-def rank_32_halved() -> Any:
+def rank_32_halved(model: type) -> Any:
     def change(parts: dict[str, Any]) -> dict[str, Any]:
         for part in parts.values():
             if part.a[0].shape[0] == 32:
                 part.b = [b * 0.5 for b in part.b]
         return parts
 
-    return _hand_over(change)
+    return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[RANKS], source="Tencent-Hunyuan/UniRL #155", ports=["h3"])
+@fault("adapter", "engine", catches=[RANKS], source="Tencent-Hunyuan/UniRL #155", unless=fused)
 def one_rank_has_half_its_scale(port: Port) -> Iterator[None]:
     """Adapters of rank 32 act with half their strength; other ranks are right."""
-    with inject.in_ranks(port, rank_32_halved):
+    with inject.in_ranks(port, rank_32_halved, model_of(port)):
         yield
 
 
@@ -571,4 +597,66 @@ def the_first_base_weights_stay(port: Port) -> Iterator[None]:
 
     first = dict(port.base_state())
     with inject.replace(VllmOmniRollout, "load_base", lambda original: lambda self, state: original(self, first)):
+        yield
+
+
+def norms_of_rank_zero() -> Any:
+    from vllm_omni.diffusion.models.ltx2 import ltx2_transformer
+
+    return inject.replace(ltx2_transformer, "get_tensor_model_parallel_rank", lambda original: lambda: 0)
+
+
+@fault("adapter", "engine", "objective", catches=[BASE], source="vllm #45691", degrees=(2, 4), ports=["ltx2"])
+def every_rank_has_the_first_ranks_norms(port: Port) -> Iterator[None]:
+    """The norms over all heads, which upstream cuts by hand, hold rank 0's part in every rank."""
+    with inject.in_ranks(port, norms_of_rank_zero, rebuild=True):
+        yield
+
+
+def norms_over_own_heads() -> Any:
+    from vllm_omni.diffusion.models.ltx2.ltx2_transformer import TensorParallelRMSNorm
+
+    def make(original: Any) -> Any:
+        def forward(self: Any, x: Any) -> Any:
+            kept, self._all_reduce = self._all_reduce, lambda tensor: tensor.mul_(self.tp_size)
+            try:
+                return original(self, x)
+            finally:
+                self._all_reduce = kept
+
+        return forward
+
+    return inject.replace(TensorParallelRMSNorm, "forward", make)
+
+
+@fault("adapter", "engine", "objective", catches=[VELOCITY], source="vllm-omni 0.30.0 ltx2_transformer", degrees=(2, 4), ports=["ltx2"])
+def norms_see_their_own_heads_only(port: Port) -> Iterator[None]:
+    """At tensor parallel >= 2 each rank normalizes queries and keys by the heads that it has, not by all."""
+    with inject.in_ranks(port, norms_over_own_heads):
+        yield
+
+
+def streams_left_out(model: type) -> Any:
+    return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if "audio_to_video" not in m and "video_to_audio" not in m})
+
+
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["ltx2"])
+def the_attention_between_the_streams_is_not_handed_over(port: Port) -> Iterator[None]:
+    """The adapters of the attention between video and audio have no entry in the name map."""
+    with inject.in_ranks(port, streams_left_out, model_of(port), rebuild=True):
+        yield
+
+
+def streams_swapped(model: type) -> Any:
+    def change(parts: dict[str, Any]) -> dict[str, Any]:
+        other = {".attn1.to_k": ".attn1.to_q", ".attn1.to_q": ".attn1.to_k"}
+        return {next((m.replace(a, b) for a, b in other.items() if m.endswith(a)), m): p for m, p in parts.items()}
+
+    return _hand_over(model, change)
+
+
+@fault("adapter", "engine", catches=[REACHES], source="Tencent-Hunyuan/UniRL #296", ports=["ltx2"])
+def query_and_key_slices_are_exchanged(port: Port) -> Iterator[None]:
+    """In the fused self-attention, the only one that is, Q and K get each other's adapter."""
+    with inject.in_ranks(port, streams_swapped, model_of(port)):
         yield
