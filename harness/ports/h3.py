@@ -172,7 +172,8 @@ class H3(FusedPort):
                 raw["video"][index] = video[place, self.first_row(conditions[index]) :]
                 raw["audio"][index] = audio[place]
         shapes = {modality: value.shape[1:] for modality, value in latents.items()}
-        return self.unpack_rows({modality: -torch.stack(value).float() for modality, value in raw.items()}, shapes)
+        # On the latents' device; the actor may be on another.
+        return self.unpack_rows({m: -torch.stack(value).float().to(latents[m].device) for m, value in raw.items()}, shapes)
 
     def groups(self, sigmas: Mapping[str, torch.Tensor], conditions: Sequence[Conditions]) -> list[list[int]]:
         """Samples that share a layout and both noise levels: H3's batch axis only repeats one packed layout."""
