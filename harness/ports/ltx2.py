@@ -114,7 +114,7 @@ class LTX2(FusedPort):
             for place, index in enumerate(members):
                 for modality, output in zip(self.modalities, outputs, strict=True):
                     raw[modality][index] = output[place, self.first_row(conditions[index]) if modality == "video" else 0 :]
-        rows = {modality: torch.stack(value).float() for modality, value in raw.items()}
+        rows = {m: torch.stack(value).float().to(latents[m].device) for m, value in raw.items()}  # the actor may be on another device
         return self.unpack_rows(rows, {modality: value.shape[1:] for modality, value in latents.items()})
 
     def first_row(self, condition: Conditions) -> int:
