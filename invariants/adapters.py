@@ -244,7 +244,9 @@ def a_loaded_state_comes_back_bit_for_bit(port: Port, seed: int) -> None:
     """
     if "old" not in port.adapter_names():
         port.add_adapter("old", port.adapter)
-    states = {"default": random_adapter(port, port.adapter, seed), "old": random_adapter(port, port.adapter, seed + 1)}
+    # Numbers that the port's dtype holds exactly, in which adapters may be stored.
+    drawn = {"default": random_adapter(port, port.adapter, seed), "old": random_adapter(port, port.adapter, seed + 1)}
+    states = {adapter: {name: value.to(getattr(torch, port.dtype)).float() for name, value in state.items()} for adapter, state in drawn.items()}
     for adapter, state in states.items():
         port.load_adapter(adapter, state)
     for adapter, state in states.items():
