@@ -344,7 +344,7 @@ def training_levels_are_those_that_the_rollout_walks(port: Port, seed: int) -> N
     plan = plan_for(port, levels=3, calls=3)
     update = port.update()
     update.begin(plan)
-    grid = port.grid(plan.calls)
+    grid = port.grid(plan.calls, Case(extent=plan.extent, given=plan.given))
     used: set[int] = set()
     for number in range(2):
         one = learn(port, plan, seed + number, update=update)

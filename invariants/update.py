@@ -245,8 +245,8 @@ def the_rollout_samples_the_old_policy_of_the_last_step(port: Port, seed: int) -
         apart = max(apart, *(float((value - now[name]).abs().max()) for name, value in port.adapter_state("old").items()))
         with watched_flags(port, "after sampling"):
             got = update.sample(noise, plan.calls, conditions)
-        want = euler(port, "old", noise, plan.calls, conditions)
-        other = euler(port, None, noise, plan.calls, conditions)
+        want = euler(port, "old", noise, plan.calls, conditions, case)
+        other = euler(port, None, noise, plan.calls, conditions, case)
         for m in want:
             effect = want[m] - other[m]
             require_close(got[m].to(want[m]), want[m], bound=port.bound(float32=1e-3, bfloat16=0.5), where=f"{m}, after step {number}", scale=effect)
@@ -254,10 +254,10 @@ def the_rollout_samples_the_old_policy_of_the_last_step(port: Port, seed: int) -
 
 
 def euler(
-    port: Port, adapter: str | None, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]
+    port: Port, adapter: str | None, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions], case: Case
 ) -> dict[str, torch.Tensor]:
-    """``x ← x + (next sigma − sigma)·v`` on the port's grid."""
-    grid, x = port.grid(calls), {m: value.to(port.device) for m, value in noise.items()}
+    """``x ← x + (next sigma − sigma)·v`` on the port's grid for a case."""
+    grid, x = port.grid(calls, case), {m: value.to(port.device) for m, value in noise.items()}
     with torch.no_grad(), port.using(adapter):
         for call in range(calls):
             v = port.predict_velocity(x, {m: grid[m][call].repeat(len(conditions)) for m in x}, conditions)

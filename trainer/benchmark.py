@@ -226,9 +226,9 @@ def make_updates(run: loop.Run) -> tuple[Callable[[], None], Callable[[], None]]
     config, port = run.config, run.port
     count = config.algorithm.prompts * config.algorithm.samples
     batch = loop.draw(run, 0)
-    x0 = synthetic.sample(port.shapes(loop.Case(extent=loop.extent_of(run))), [0] * count, 1)
+    x0 = synthetic.sample(port.shapes(loop.case_of(config, port)), [0] * count, 1, port.time_axis["audio"])
     clean = {m: value.to(port.device) for m, value in x0.items()}
-    grid = port.grid(config.rollout.calls)
+    grid = port.grid(config.rollout.calls, loop.case_of(run.config, run.port))
     steps = [Step({}, {m: grid[m][i].repeat(count) for m in grid}, {}, {}) for i in range(config.rollout.calls)]
     probability = torch.rand(count, generator=torch.Generator().manual_seed(2))
 

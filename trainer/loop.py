@@ -139,7 +139,7 @@ def train_step(run: Run) -> dict[str, Any]:
             run,
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
             monitor.training_noise(update.calls[0], update.first_x0),
-            monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls)),
+            monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls, case_of(run.config, run.port))),
         )
 
     before = port.adapter_state(adapters.OLD)
@@ -307,7 +307,7 @@ def after_rollout(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, s
     rows = [start + run.step % samples for start in range(0, len(batch.groups), samples)]
     assert run.bound is not None  # set by the hand-over before the first step
     yield monitor.adapter_bound(run.bound, run.version, len(run.port.projections()))
-    yield monitor.walked_grid(run.port, trajectory)
+    yield monitor.walked_grid(run.port, trajectory, case_of(run.config, run.port))
     yield monitor.group_spread(x0, batch.groups)
     if thorough:
         yield monitor.velocity_replay(run.port, adapters.OLD, trajectory.steps[run.step % calls], batch.conditions, rows[run.step % 2 :: 2] or rows)
@@ -369,8 +369,13 @@ def condition_of(run: Run, index: int) -> Conditions:
 
 
 def extent_of(run: Run) -> dict[str, int]:
-    """The extent of every sample: the recipe's, completed by the port's first."""
-    return {axis: sizes[0] for axis, sizes in run.port.extents.items()} | dict(run.config.data.extent)
+    return dict(case_of(run.config, run.port).extent)
+
+
+def case_of(config: Config, port: Port) -> Case:
+    """Size and condition mode of every sample: the recipe's extent, completed by the port's first sizes."""
+    extent = {axis: sizes[0] for axis, sizes in port.extents.items()} | dict(config.data.extent)
+    return Case(extent=extent, given=config.data.given)
 
 
 def modality_weights(run: Run) -> dict[str, float]:

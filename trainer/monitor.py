@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 
+from loudfail.harness.case import Case
 from loudfail.harness.compare import relative_error
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Step, Trajectory, offers, probe
 from loudfail.harness.violation import show
@@ -154,9 +155,9 @@ def velocity_replay(port: Port, adapter: str, step: Step, conditions: Sequence[C
     return Reading("velocity_replay", errors[worst], port.bound(float32=1e-5, bfloat16=1e-1), where)
 
 
-def walked_grid(port: Port, trajectory: Trajectory) -> Reading:
-    """The rollout walked the grid of sigmas that training draws from, for every modality."""
-    grid, worst = port.grid(len(trajectory.steps)), (0.0, "")
+def walked_grid(port: Port, trajectory: Trajectory, case: Case | None = None) -> Reading:
+    """The rollout walked the grid of sigmas that training draws from, for every modality; ``case``: as for `Port.grid`."""
+    grid, worst = port.grid(len(trajectory.steps), case), (0.0, "")
     for call, step in enumerate(trajectory.steps):
         for m, sigma in step.sigmas.items():
             worst = max(worst, (float((sigma.cpu() - grid[m][call].cpu()).abs().max()), f"call {call}, {m}"))

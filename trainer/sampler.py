@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from loudfail.harness.case import Case
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Port, Step, Trajectory, need, probe
 from loudfail.trainer.adapters import effect
 from loudfail.trainer.parallel import Ranks
@@ -28,7 +29,7 @@ class Sampler(Protocol):
 
     def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]: ...
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]: ...
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]: ...
 
     def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory: ...
 
@@ -39,6 +40,7 @@ class LocalRollout:
     Args:
         port: offers ``objective`` and ``adapter``; gets the adapter ``rollout``.
         micro_batch: samples of one model call at most.
+        case: size and condition mode of what is sampled, on which the grid may depend.
 
     Attributes:
         ranks: the processes that share the actor's shards; one process until it is set.
@@ -46,8 +48,9 @@ class LocalRollout:
 
     degree = 1
 
-    def __init__(self, port: Port, micro_batch: int = 64) -> None:
+    def __init__(self, port: Port, micro_batch: int = 64, case: Case | None = None) -> None:
         need(port, "objective", "adapter")
+        self.case = case
         self.port, self.micro_batch, self.version = port, micro_batch, None  # type: tuple[Port, int, int | None]
         self.ranks = Ranks()
         if ADAPTER not in port.adapter_names():
@@ -74,8 +77,8 @@ class LocalRollout:
         inputs = {name: probe(in_features, count, seed) for name, (_, in_features) in self.port.projections().items()}
         return effect(self.port.adapter_state(ADAPTER), self.port.adapter, inputs)
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
-        return self.port.grid(calls)
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
+        return self.port.grid(calls, case or self.case)
 
     def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         """``x ← x + (next sigma − sigma)·v`` for each modality on its own grid, from the given noise."""
@@ -141,8 +144,8 @@ class SharedRollout:
     def delta_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
         return self._ask(lambda: self.engine.delta_response(count, seed))
 
-    def grid(self, calls: int) -> dict[str, torch.Tensor]:
-        return self._ask(lambda: self.engine.grid(calls))
+    def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
+        return self._ask(lambda: self.engine.grid(calls, case))
 
     def rollout(self, noise: Mapping[str, torch.Tensor], calls: int, conditions: Sequence[Conditions]) -> Trajectory:
         """The samples of all members in one call of the engine; each member gets its own back."""

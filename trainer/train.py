@@ -281,11 +281,12 @@ def make_rollout(config: Config, port: Port, ranks: Ranks) -> Sampler:
     Raises:
         ConfigProblem: the processes cannot be divided among engines.
     """
+    from loudfail.trainer.loop import case_of
     from loudfail.trainer.sampler import LocalRollout, SharedRollout
 
     tp = config.rollout.tp
     if config.rollout.engine == "local":
-        return LocalRollout(port, config.micro_batch)
+        return LocalRollout(port, config.micro_batch, case_of(config, port))
     if ranks.size == 1:
         return port.engine(tp)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
@@ -332,7 +333,7 @@ def make_score(config: Config, port: Port) -> Score:
         raise ConfigProblem(f"reward: {error}") from error
 
     def score(latents: Any, prompts: Sequence[str]) -> Any:
-        media: Any = LatentMedia.split(latents) if config.reward.on == "latents" else port.decode(latents)
+        media: Any = LatentMedia.split(latents, port.time_axis.get("audio", -1)) if config.reward.on == "latents" else port.decode(latents)
         return reward.score(media, prompts)
 
     return score

@@ -68,7 +68,7 @@ class ReferenceUpdate(Update):
     def _walked(self, scored: Scored) -> Trajectory:
         """A trajectory for its levels alone, which are all that an update takes from it."""
         calls = self.run.config.rollout.calls
-        grid = self.run.rollout.grid(calls)
+        grid = self.run.rollout.grid(calls, loop.case_of(self.run.config, self.run.port))
         return Trajectory([Step({}, {m: points[i].repeat(len(scored.draws)) for m, points in grid.items()}, {}, {}) for i in range(calls)])
 
     def refresh(self, step: int) -> None:

@@ -25,9 +25,9 @@ class LatentMedia:
     audio: torch.Tensor
 
     @staticmethod
-    def split(latents: Mapping[str, torch.Tensor]) -> list[LatentMedia]:
-        """One item for each sample of a batch of latents."""
-        return [LatentMedia(video, audio) for video, audio in zip(latents["video"], latents["audio"], strict=True)]
+    def split(latents: Mapping[str, torch.Tensor], audio_time: int = -1) -> list[LatentMedia]:
+        """One item for each sample of a batch of latents; ``audio_time`` is the axis of one sample's audio that is ``length``."""
+        return [LatentMedia(video, audio.movedim(audio_time, -1)) for video, audio in zip(latents["video"], latents["audio"], strict=True)]
 
 
 class SyntheticScorer(Scorer):
