@@ -210,10 +210,8 @@ def compile_blocks(model: Any) -> None:
     """
     # Each adapter, none, and with or without gradient is a variant of the same code; past the limit, blocks would silently not be compiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    # What is not a matrix product here moves memory; kernels tuned for it take longer to compile, once.
-    options = {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
     for block in repeated_blocks(model):
-        block.compile(options=options)
+        block.compile()
 
 
 def repeated_blocks(model: Any) -> list[torch.nn.Module]:
