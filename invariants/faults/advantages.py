@@ -25,6 +25,15 @@ OPTIMALITY = "advantages::optimality_is_a_half_plus_half_the_advantage_clipped_o
 STEP = "update::a_whole_step_trains_on_what_it_sampled_and_scored"
 LEARNS = "update::a_few_steps_raise_the_reward_of_the_rollout"
 
+#: The wrapper of the trainer whose parts are broken here.
+REFERENCE = "loudfail.trainer.update:make"
+
+
+def another_trainer(port: Port) -> str:
+    """Why faults of the reference trainer cannot be injected: the port has another one."""
+    return "" if port.trainer == REFERENCE else f"it breaks the reference trainer; this port is trained by {port.trainer or 'none'}"
+
+
 Advantages = Callable[[torch.Tensor, Sequence[int], str], torch.Tensor]
 
 
@@ -38,21 +47,21 @@ def _advantages(port: Port, change: Callable[[Advantages], Callable[..., torch.T
     return inject.replace(code(port).nft, "group_advantages", change)
 
 
-@fault("update", catches=[FORMULA, BETTER, STEP], ports=["h3"])
+@fault("update", catches=[FORMULA, BETTER, STEP], unless=another_trainer)
 def advantages_are_negated(port: Port) -> Iterator[None]:
     """Higher rewards have lower advantages."""
     with _advantages(port, lambda original: lambda *arguments: -original(*arguments)):
         yield
 
 
-@fault("update", catches=[FORMULA, ORDER, STEP], source="StarsfieldAI/R1-V #67; grpo-flat #2", ports=["h3"])
+@fault("update", catches=[FORMULA, ORDER, STEP], source="StarsfieldAI/R1-V #67; grpo-flat #2", unless=another_trainer)
 def the_baseline_is_the_mean_of_the_batch(port: Port) -> Iterator[None]:
     """All samples of a step are one group, so that easy prompts are rewarded."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, [0] * len(draws), spread)):
         yield
 
 
-@fault("update", catches=[FORMULA, ORDER], source="StarsfieldAI/R1-V #67", ports=["h3"])
+@fault("update", catches=[FORMULA, ORDER], source="StarsfieldAI/R1-V #67", unless=another_trainer)
 def groups_are_cut_by_position(port: Port) -> Iterator[None]:
     """Groups are neighbours in the batch, whatever the draws say, as after a reshape to (prompts, K)."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, _pairs(len(draws)), spread)):
@@ -63,7 +72,7 @@ def _pairs(count: int) -> list[int]:
     return [min(index // 2, count // 2 - 1) for index in range(count)]
 
 
-@fault("update", catches=[FORMULA, ORDER], source="grpo-flat #2", ports=["h3"])
+@fault("update", catches=[FORMULA, ORDER], source="grpo-flat #2", unless=another_trainer)
 def advantages_are_returned_by_group(port: Port) -> Iterator[None]:
     """Advantages come back sorted by draw and are read in the order of the batch."""
 
@@ -78,7 +87,7 @@ def advantages_are_returned_by_group(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[TWICE], source="yifan123/flow_grpo #106", ports=["h3"])
+@fault("update", catches=[TWICE], source="yifan123/flow_grpo #106", unless=another_trainer)
 def groups_are_keyed_by_text(port: Port) -> Iterator[None]:
     """Samples of equal prompts are one group, though the prompt was drawn twice."""
 
@@ -92,14 +101,14 @@ def groups_are_keyed_by_text(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[FORMULA, EQUAL], ports=["h3"])
+@fault("update", catches=[FORMULA, EQUAL], unless=another_trainer)
 def the_spread_is_left_out(port: Port) -> Iterator[None]:
     """Advantages are deviations, not divided by anything."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: _centred(rewards, draws)):
         yield
 
 
-@fault("update", catches=[FORMULA, EQUAL, TWICE], ports=["h3"])
+@fault("update", catches=[FORMULA, EQUAL, TWICE], unless=another_trainer)
 def the_spread_is_the_samples_unbiased_one(port: Port) -> Iterator[None]:
     """Divided by the standard deviation with K − 1, which for small groups is another step size in every group."""
 
@@ -115,28 +124,28 @@ def the_spread_is_the_samples_unbiased_one(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[FORMULA], ports=["h3"])
+@fault("update", catches=[FORMULA], unless=another_trainer)
 def the_spread_of_the_batch_is_used_for_every_group(port: Port) -> Iterator[None]:
     """The recipe asks for the spread of the group and gets that of the batch."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, draws, "global")):
         yield
 
 
-@fault("update", catches=[GLOBAL], ports=["h3"])
+@fault("update", catches=[GLOBAL], unless=another_trainer)
 def the_spread_of_the_group_is_used_for_the_batch(port: Port) -> Iterator[None]:
     """The recipe asks for the spread of the batch and gets that of each group."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, draws, "group")):
         yield
 
 
-@fault("update", catches=[REFUSED], source="huggingface/trl #6804, #6821", ports=["h3"])
+@fault("update", catches=[REFUSED], source="huggingface/trl #6804, #6821", unless=another_trainer)
 def a_reward_that_is_not_a_number_counts_as_zero(port: Port) -> Iterator[None]:
     """What a scorer could not score is the reward 0."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(torch.nan_to_num(rewards), draws, spread)):
         yield
 
 
-@fault("update", catches=[REFUSED], source="verl-omni 6f8f830c (#358)", ports=["h3"])
+@fault("update", catches=[REFUSED], source="verl-omni 6f8f830c (#358)", unless=another_trainer)
 def a_draw_of_one_sample_gets_no_advantage(port: Port) -> Iterator[None]:
     """A group whose other samples were lost counts as average."""
 
@@ -155,7 +164,7 @@ def a_draw_of_one_sample_gets_no_advantage(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[EQUAL], source="huggingface/trl #6804", ports=["h3"])
+@fault("update", catches=[EQUAL], source="huggingface/trl #6804", unless=another_trainer)
 def equal_rewards_are_divided_by_their_spread(port: Port) -> Iterator[None]:
     """Nothing is added to the standard deviation, so that a group of equal rewards is 0 / 0, or the last bits of their mean."""
     with inject.assign(code(port).nft, "EPSILON", 0.0):
@@ -172,42 +181,42 @@ def _optimality(port: Port, change: Callable[[torch.Tensor, float], torch.Tensor
     return inject.replace(code(port).nft, "optimality", lambda original: change)
 
 
-@fault("update", catches=[OPTIMALITY, STEP], ports=["h3"])
+@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer)
 def the_probability_is_of_being_bad(port: Port) -> Iterator[None]:
     """1 − r in the place of r."""
     with _optimality(port, lambda a, clip: 0.5 - 0.5 * (a / clip).clamp(-1, 1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], ports=["h3"])
+@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer)
 def the_probability_is_the_advantage_itself(port: Port) -> Iterator[None]:
     """r is the advantage cut to [0, 1], so that everything below average counts as equally bad and the average as worst."""
     with _optimality(port, lambda a, clip: a.clamp(0, 1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], source="Flow-Factory commit 49e589a", ports=["h3"])
+@fault("update", catches=[OPTIMALITY, STEP], source="Flow-Factory commit 49e589a", unless=another_trainer)
 def the_advantage_is_not_clipped(port: Port) -> Iterator[None]:
     """Outliers have a probability above 1 or below 0."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * a / clip):
         yield
 
 
-@fault("update", catches=[OPTIMALITY], source="Flow-Factory commit 49e589a", ports=["h3"])
+@fault("update", catches=[OPTIMALITY], source="Flow-Factory commit 49e589a", unless=another_trainer)
 def the_advantage_is_clipped_above_only(port: Port) -> Iterator[None]:
     """Bad outliers have a negative probability."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * (a / clip).clamp(max=1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY], ports=["h3"])
+@fault("update", catches=[OPTIMALITY], unless=another_trainer)
 def the_advantage_is_clipped_before_it_is_divided(port: Port) -> Iterator[None]:
     """Clipped to ±1 and then divided by Z: r stays in the middle, or never reaches Z."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * a.clamp(-1, 1) / clip):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], source="NVlabs/DiffusionNFT #18", ports=["h3"])
+@fault("update", catches=[OPTIMALITY, STEP], source="NVlabs/DiffusionNFT #18", unless=another_trainer)
 def the_clip_is_always_five(port: Port) -> Iterator[None]:
     """The recipe's clip is ignored: with advantages around ±1 every r lies between 0.4 and 0.6."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * (a / 5).clamp(-1, 1)):

@@ -14,7 +14,7 @@ from loudfail.harness import inject
 from loudfail.harness.case import Case
 from loudfail.harness.port import Port, Step, Trajectory
 from loudfail.harness.registry import fault
-from loudfail.invariants.faults.advantages import STEP, code
+from loudfail.invariants.faults.advantages import STEP, another_trainer, code
 
 SIGNS = "objective::at_the_old_policy_an_update_is_flow_matching_with_the_sign_of_the_advantage"
 PAPER = "objective::off_policy_the_gradient_is_the_papers"
@@ -54,42 +54,42 @@ def _rolled(value: torch.Tensor) -> torch.Tensor:
 
 
 # -- the two policies --------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], unless=another_trainer)
 def positive_and_negative_are_exchanged(port: Port) -> Iterator[None]:
     """Good samples pull the negative policy, bad ones the positive."""
     with _loss(port, lambda v, old, t, r, b, e: (1 - r) * e((1 - b) * old + b * v - t) + r * e((1 + b) * old - b * v - t)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
 def probabilities_belong_to_other_samples(port: Port) -> Iterator[None]:
     """Between the advantages and the loss the samples of a call have exchanged their r."""
     with _objective(port, lambda original, v, old, t, s, r, *rest: original(v, old, t, s, _rolled(r), *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[PAPER], unless=another_trainer)
 def beta_is_ignored(port: Port) -> Iterator[None]:
     """The implicit policies are those of β = 1, whatever the recipe says; on policy only the size of the step differs."""
     with _loss(port, lambda v, old, t, r, b, e: (r * e(v - t) + (1 - r) * e(2 * old - v - t)) * b):
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[PAPER], unless=another_trainer)
 def beta_weighs_the_old_policy(port: Port) -> Iterator[None]:
     """β and 1 − β have changed places in the positive policy."""
     with _loss(port, lambda v, old, t, r, b, e: r * e((1 - b) * v + b * old - t) + (1 - r) * e((1 + b) * old - b * v - t)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
 def only_good_samples_are_learnt_from(port: Port) -> Iterator[None]:
     """The negative policy's half of the loss is missing: rejection sampling."""
     with _loss(port, lambda v, old, t, r, b, e: r * e((1 - b) * old + b * v - t)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS], ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS], unless=another_trainer)
 def the_old_policy_carries_a_gradient(port: Port) -> Iterator[None]:
     """On policy the velocity stands for the old one too, without being detached: the reward cancels."""
 
@@ -101,7 +101,7 @@ def the_old_policy_carries_a_gradient(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], source="huggingface/trl #1340", ports=["h3"])
+@fault(*SEAMS, catches=[PAPER], source="huggingface/trl #1340", unless=another_trainer)
 def the_base_model_stands_for_the_old_policy(port: Port) -> Iterator[None]:
     """The old policy's velocity is asked of the model without adapters."""
     with inject.replace(
@@ -110,7 +110,7 @@ def the_base_model_stands_for_the_old_policy(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], source="Tencent-Hunyuan/UniRL PR #21", ports=["h3"])
+@fault(*SEAMS, catches=[PAPER], source="Tencent-Hunyuan/UniRL PR #21", unless=another_trainer)
 def every_update_counts_as_on_policy(port: Port) -> Iterator[None]:
     """The old policy's call is saved although the policy has gone on."""
     with inject.replace(code(port).adapters, "equal", lambda original: lambda *arguments: True):
@@ -118,21 +118,21 @@ def every_update_counts_as_on_policy(port: Port) -> Iterator[None]:
 
 
 # -- the target --------------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c; primepake/splitmeanflow #2", ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c; primepake/splitmeanflow #2", unless=another_trainer)
 def the_target_points_from_noise_to_data(port: Port) -> Iterator[None]:
     """The target is x0 − noise for a velocity that is noise − x0."""
     with _objective(port, lambda original, v, old, t, *rest: original(v, old, {m: -x for m, x in t.items()}, *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
 def the_target_has_the_noise_of_another_sample(port: Port) -> Iterator[None]:
     """The samples of a call have exchanged their targets."""
     with _objective(port, lambda original, v, old, t, *rest: original(v, old, {m: _rolled(x) for m, x in t.items()}, *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c", ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c", unless=another_trainer)
 def latents_are_mixed_by_the_data_fraction(port: Port) -> Iterator[None]:
     """Latents are mixed at 1 − sigma and labelled sigma."""
     with inject.replace(
@@ -150,7 +150,7 @@ def _pieces(port: Port, change: Callable[[Any, int], Any]) -> AbstractContextMan
     return inject.replace(code(port).loop, "draw_pieces", make)
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 2e08eeff (#25)", ports=["h3"])
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 2e08eeff (#25)", unless=another_trainer)
 def samples_are_trained_under_another_prompt(port: Port) -> Iterator[None]:
     """The conditions of a model call are those of another draw."""
 
@@ -187,28 +187,28 @@ def _size(difference: torch.Tensor) -> torch.Tensor:
     return difference.abs().flatten(1).mean(1)
 
 
-@fault(*SEAMS, catches=[ADAPTIVE], ports=["h3"])
+@fault(*SEAMS, catches=[ADAPTIVE], unless=another_trainer)
 def the_divisor_carries_a_gradient(port: Port) -> Iterator[None]:
     """Adaptive weighting is differentiated through the error that it divides by."""
     with _error(port, lambda d, sigma: sigma * _square(d) / _size(d)):
         yield
 
 
-@fault(*SEAMS, catches=[ADAPTIVE], ports=["h3"])
+@fault(*SEAMS, catches=[ADAPTIVE], unless=another_trainer)
 def one_divisor_serves_the_batch(port: Port) -> Iterator[None]:
     """Adaptive weighting divides by the mean error of all samples of the call."""
     with _error(port, lambda d, sigma: sigma**2 * _square(d) / (sigma * _size(d)).mean().detach()):
         yield
 
 
-@fault(*SEAMS, catches=[ADAPTIVE], ports=["h3"])
+@fault(*SEAMS, catches=[ADAPTIVE], unless=another_trainer)
 def the_divisor_is_the_error_of_the_velocity(port: Port) -> Iterator[None]:
     """The squared error of x0 is divided by the mean error of the velocity, so that noise levels are weighted by another power of sigma."""
     with _error(port, lambda d, sigma: sigma**2 * _square(d) / _size(d).detach()):
         yield
 
 
-@fault(*SEAMS, catches=[ADAPTIVE], source="Lightricks/LTX-2 #94", ports=["h3"])
+@fault(*SEAMS, catches=[ADAPTIVE], source="Lightricks/LTX-2 #94", unless=another_trainer)
 def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
     """Adaptive weighting divides by the mean error over all modalities' elements, so that the modality with more rows decides for both."""
     queue: list[torch.Tensor] = []
@@ -226,14 +226,14 @@ def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[REFERENCE], source="Flow-Factory commit 8bc04d0 (#123)", ports=["h3"])
+@fault(*SEAMS, catches=[REFERENCE], source="Flow-Factory commit 8bc04d0 (#123)", unless=another_trainer)
 def the_reference_term_has_no_gradient(port: Port) -> Iterator[None]:
     """The distance from the reference is computed without a graph: it is logged, and pulls nothing."""
     with inject.replace(code(port).nft, "reference_term", torch.no_grad()):
         yield
 
 
-@fault(*SEAMS, catches=[REFERENCE], source="huggingface/trl #4723, #6591", ports=["h3"])
+@fault(*SEAMS, catches=[REFERENCE], source="huggingface/trl #4723, #6591", unless=another_trainer)
 def the_old_policy_is_the_reference(port: Port) -> Iterator[None]:
     """The reference's velocity is asked of the old policy."""
     with inject.replace(
@@ -242,7 +242,7 @@ def the_old_policy_is_the_reference(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[REFERENCE], ports=["h3"])
+@fault(*SEAMS, catches=[REFERENCE], unless=another_trainer)
 def the_reference_term_pushes_away(port: Port) -> Iterator[None]:
     """The distance from the reference is subtracted."""
     with inject.replace(code(port).nft, "reference_term", lambda original: lambda *arguments: -original(*arguments)):
@@ -250,7 +250,7 @@ def the_reference_term_pushes_away(port: Port) -> Iterator[None]:
 
 
 # -- modalities and given frames ---------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", ports=["h3"])
+@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", unless=another_trainer)
 def one_modality_is_left_out(port: Port) -> Iterator[None]:
     """The last modality's velocity has no gradient; its loss is logged."""
     last = port.modalities[-1]
@@ -258,7 +258,7 @@ def one_modality_is_left_out(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", ports=["h3"])
+@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", unless=another_trainer)
 def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
     """Every modality has the weight 1."""
 
@@ -269,7 +269,7 @@ def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", ports=["h3"])
+@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", unless=another_trainer)
 def modalities_are_weighted_by_their_size(port: Port) -> Iterator[None]:
     """The loss is a mean over all elements of the packed sequence."""
 
@@ -332,21 +332,27 @@ def _levels(port: Port, change: Callable[[dict[str, torch.Tensor]], dict[str, to
     return inject.replace(code(port).loop, "improve", make)
 
 
-@fault(*SEAMS, catches=[LEVELS], source="verl-omni a1139baf; ostris/ai-toolkit PR #720", ports=["h3"])
+def one_schedule(port: Port) -> str:
+    """Why one level for all modalities is no fault: they share a schedule, or the trainer is another one."""
+    shared = len(set(port.shift.values())) < 2
+    return another_trainer(port) or ("every modality has the same published schedule" if shared else "")
+
+
+@fault(*SEAMS, catches=[LEVELS], source="verl-omni a1139baf; ostris/ai-toolkit PR #720", unless=one_schedule)
 def one_level_serves_every_modality(port: Port) -> Iterator[None]:
     """Audio is noised and told as the video is, although the sampler walks two schedules."""
     with _levels(port, lambda sigmas: dict.fromkeys(sigmas, sigmas[port.modalities[0]])):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], ports=["h3"])
+@fault(*SEAMS, catches=[LEVELS], unless=another_trainer)
 def levels_are_truncated_to_integer_timesteps(port: Port) -> Iterator[None]:
     """Sigma goes through an integer timestep of a thousand."""
     with _levels(port, lambda sigmas: {m: (s * 1000).long() / 1000 for m, s in sigmas.items()}):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="Lightricks/LTX-2 #283", ports=["h3"])
+@fault(*SEAMS, catches=[LEVELS], source="Lightricks/LTX-2 #283", unless=another_trainer)
 def levels_are_drawn_uniformly(port: Port) -> Iterator[None]:
     """Training levels are uniform in (0, 1), not those of the grid that is sampled."""
 
@@ -357,14 +363,14 @@ def levels_are_drawn_uniformly(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="hao-ai-lab/FastVideo PR #885", ports=["h3"])
+@fault(*SEAMS, catches=[LEVELS], source="hao-ai-lab/FastVideo PR #885", unless=another_trainer)
 def every_sample_has_the_first_level(port: Port) -> Iterator[None]:
     """Only the first call of the rollout is ever trained."""
     with inject.replace(code(port).loop, "draw_levels", lambda original: lambda *arguments: [0] * len(original(*arguments))):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="verl-omni #280", ports=["h3"])
+@fault(*SEAMS, catches=[LEVELS], source="verl-omni #280", unless=another_trainer)
 def levels_are_those_of_another_number_of_calls(port: Port) -> Iterator[None]:
     """Training takes its levels from a table that is one point longer than the rollout's."""
 
@@ -395,21 +401,21 @@ def _noise(port: Port, change: Callable[..., Any]) -> AbstractContextManager[Any
     return inject.replace(code(port).loop, "noise_of", make)
 
 
-@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", ports=["h3"])
+@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer)
 def one_training_noise_serves_the_group(port: Port) -> Iterator[None]:
     """Every sample of a group is noised with the same draw."""
     with _noise(port, lambda original, run, purpose, count: {m: x[:1].expand_as(x).clone() for m, x in original(run, purpose, count).items()}):
         yield
 
 
-@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", ports=["h3"])
+@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer)
 def training_noise_repeats_every_step(port: Port) -> Iterator[None]:
     """The seed of the training noise forgets the step."""
     with _noise(port, lambda original, run, purpose, count: original(run, re.sub(r"^train/\d+/", "train/0/", purpose), count)):
         yield
 
 
-@fault(*SEAMS, catches=[NOISE], ports=["h3"])
+@fault(*SEAMS, catches=[NOISE], unless=another_trainer)
 def training_noise_has_the_scale_of_other_latents(port: Port) -> Iterator[None]:
     """Training noise is divided by the scaling factor of another autoencoder."""
     with _noise(port, lambda original, run, purpose, count: {m: x / 0.18215 for m, x in original(run, purpose, count).items()}):
@@ -417,7 +423,7 @@ def training_noise_has_the_scale_of_other_latents(port: Port) -> Iterator[None]:
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[MICRO, PAPER], ports=["h3"])
+@fault(*SEAMS, catches=[MICRO, PAPER], unless=another_trainer)
 def only_the_last_micro_batch_counts(port: Port) -> Iterator[None]:
     """Gradients are cleared before every micro-batch instead of before every update."""
 
@@ -430,7 +436,7 @@ def only_the_last_micro_batch_counts(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MICRO], source="ml-explore/mlx-lm #1544", ports=["h3"])
+@fault(*SEAMS, catches=[MICRO], source="ml-explore/mlx-lm #1544", unless=another_trainer)
 def unequal_micro_batches_count_alike(port: Port) -> Iterator[None]:
     """Every micro-batch's mean has the same weight, however few samples it has."""
 
@@ -452,7 +458,7 @@ def unequal_micro_batches_count_alike(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MICRO, PAPER], source="verl-project/verl #3332", ports=["h3"])
+@fault(*SEAMS, catches=[MICRO, PAPER], source="verl-project/verl #3332", unless=another_trainer)
 def micro_batches_are_summed(port: Port) -> Iterator[None]:
     """Micro-batches add up their means, so that the gradient grows with their number."""
 
@@ -473,7 +479,7 @@ def micro_batches_are_summed(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[CLEARED], ports=["h3"])
+@fault(*SEAMS, catches=[CLEARED], unless=another_trainer)
 def gradients_are_never_cleared(port: Port) -> Iterator[None]:
     """Each update's gradient is added to those before."""
 

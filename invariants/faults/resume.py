@@ -12,7 +12,7 @@ import torch
 from loudfail.harness import inject
 from loudfail.harness.port import Port, Update
 from loudfail.harness.registry import fault
-from loudfail.invariants.faults.advantages import code
+from loudfail.invariants.faults.advantages import another_trainer, code
 from loudfail.invariants.faults.objective import SEAMS
 from loudfail.invariants.faults.update import _own, _trainer
 
@@ -52,7 +52,7 @@ def _restored(port: Port, after: Callable[[Any], None]) -> AbstractContextManage
     return inject.replace(code(port).train, "restore", make)
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="huggingface/diffusers #12690", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="huggingface/diffusers #12690", unless=another_trainer)
 def a_checkpoint_has_no_adapter(port: Port) -> Iterator[None]:
     """After loading, ``default`` is the adapter that a run begins with."""
     kept: dict[str, Any] = {}
@@ -73,14 +73,14 @@ def a_checkpoint_has_no_adapter(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="huggingface/diffusers #12690", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="huggingface/diffusers #12690", unless=another_trainer)
 def moments_are_forgotten(port: Port) -> Iterator[None]:
     """The optimizer starts afresh after a resume."""
     with _saved(port, lambda tensors: {n: v for n, v in tensors.items() if not n.startswith("optimizer/")}):
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], unless=another_trainer)
 def the_optimizer_forgets_how_many_steps_it_took(port: Port) -> Iterator[None]:
     """Moments are kept, their bias correction starts at one again."""
     with _saved(
@@ -89,7 +89,7 @@ def the_optimizer_forgets_how_many_steps_it_took(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[BACK, FRESH], source="pytorch/pytorch #149205", ports=["h3"])
+@fault(*SEAMS, catches=[BACK, FRESH], source="pytorch/pytorch #149205", unless=another_trainer)
 def moments_belong_to_other_tensors(port: Port) -> Iterator[None]:
     """Moments are saved by place and loaded in another order: those of two tensors of one shape are exchanged."""
 
@@ -111,21 +111,21 @@ def _copied(tensors: Tensors, source: str, target: str) -> Tensors:
     return tensors | copies
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="verl-omni #608", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="verl-omni #608", unless=another_trainer)
 def the_old_policy_is_forgotten(port: Port) -> Iterator[None]:
     """After a resume ``old`` is a copy of ``default``."""
     with _saved(port, lambda tensors: _copied(tensors, "default", "old")):
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="Tencent-Hunyuan/UniRL PR #21", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="Tencent-Hunyuan/UniRL PR #21", unless=another_trainer)
 def the_old_policy_is_saved_as_the_trained_one(port: Port) -> Iterator[None]:
     """The adapter in use while saving is ``old``, and that is what is written as ``default``."""
     with _saved(port, lambda tensors: _copied(tensors, "old", "default")):
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="verl-omni commit 786dd36c (warm start)", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="verl-omni commit 786dd36c (warm start)", unless=another_trainer)
 def adapters_are_loaded_into_each_other(port: Port) -> Iterator[None]:
     """``default`` is loaded into ``old`` and ``old`` into ``default``."""
 
@@ -136,14 +136,14 @@ def adapters_are_loaded_into_each_other(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="modelscope/DiffSynth-Studio PR #1025", ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="modelscope/DiffSynth-Studio PR #1025", unless=another_trainer)
 def a_checkpoint_is_rounded(port: Port) -> Iterator[None]:
     """Adapters are written in half the precision that they train in."""
     with _saved(port, lambda tensors: {n: v.bfloat16().float() if n.startswith("adapter/") else v for n, v in tensors.items()}):
         yield
 
 
-@fault(*SEAMS, catches=[SAME], source="yifan123/flow_grpo #202", ports=["h3"])
+@fault(*SEAMS, catches=[SAME], source="yifan123/flow_grpo #202", unless=another_trainer)
 def a_resumed_run_starts_at_step_zero(port: Port) -> Iterator[None]:
     """The step is not restored: data, noise, levels and schedules begin again."""
 
@@ -154,7 +154,7 @@ def a_resumed_run_starts_at_step_zero(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME], source="yifan123/flow_grpo #106", ports=["h3"])
+@fault(*SEAMS, catches=[SAME], source="yifan123/flow_grpo #106", unless=another_trainer)
 def a_resumed_run_reads_the_data_from_the_start(port: Port) -> Iterator[None]:
     """Everything is restored but the place in the data."""
 
@@ -166,7 +166,7 @@ def a_resumed_run_reads_the_data_from_the_start(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME], source="huggingface/diffusers #13678", ports=["h3"])
+@fault(*SEAMS, catches=[SAME], source="huggingface/diffusers #13678", unless=another_trainer)
 def noise_comes_from_the_global_generator(port: Port) -> Iterator[None]:
     """Noise is drawn from the process's own generator, whose state no checkpoint has."""
 
@@ -177,7 +177,7 @@ def noise_comes_from_the_global_generator(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK], ports=["h3"])
+@fault(*SEAMS, catches=[SAME, BACK], unless=another_trainer)
 def the_learning_rate_starts_again(port: Port) -> Iterator[None]:
     """After a resume a warm-up begins anew."""
 
@@ -189,7 +189,7 @@ def the_learning_rate_starts_again(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME], source="verl-project/verl #3516", ports=["h3"])
+@fault(*SEAMS, catches=[SAME], source="verl-project/verl #3516", unless=another_trainer)
 def the_rollout_is_not_told_of_the_resume(port: Port) -> Iterator[None]:
     """The first rollout after a resume samples from the policy that a run begins with."""
 
@@ -206,7 +206,7 @@ def the_rollout_is_not_told_of_the_resume(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[BACK], source="huggingface/diffusers #7599", ports=["h3"])
+@fault(*SEAMS, catches=[BACK], source="huggingface/diffusers #7599", unless=another_trainer)
 def saving_leaves_the_averaged_weights_in_place(port: Port) -> Iterator[None]:
     """``old`` is written into ``default`` to be saved, and stays there."""
 
@@ -218,7 +218,7 @@ def saving_leaves_the_averaged_weights_in_place(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[WHOLE], source="kvcache-ai/ktransformers #2147", ports=["h3"])
+@fault(*SEAMS, catches=[WHOLE], source="kvcache-ai/ktransformers #2147", unless=another_trainer)
 def a_broken_checkpoint_is_passed_over(port: Port) -> Iterator[None]:
     """A checkpoint that cannot be read is logged, and training goes on from what there is."""
 
@@ -256,7 +256,7 @@ def remembering(port: Port) -> Update:
     return update
 
 
-@fault(*SEAMS, catches=[FRESH], source="kvcache-ai/ktransformers #2147; peft PR #3251", ports=["h3"])
+@fault(*SEAMS, catches=[FRESH], source="kvcache-ai/ktransformers #2147; peft PR #3251", unless=another_trainer)
 def part_of_the_state_is_only_in_memory(port: Port) -> Iterator[None]:
     """A resume in the same process is perfect; another process finds no moments."""
     with _trainer(port, remembering):

@@ -12,7 +12,7 @@ import torch
 from loudfail.harness import inject
 from loudfail.harness.port import Port, Update, find_trainer
 from loudfail.harness.registry import fault
-from loudfail.invariants.faults.advantages import LEARNS, STEP, code
+from loudfail.invariants.faults.advantages import LEARNS, STEP, another_trainer, code
 from loudfail.invariants.faults.objective import SEAMS
 
 OPTIMIZER = "update::the_optimizer_holds_exactly_the_training_adapter"
@@ -57,7 +57,7 @@ def _base(port: Port) -> torch.nn.Parameter:
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="pytorch/pytorch #149205; accelerate #3256", ports=["h3"])
+@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="pytorch/pytorch #149205; accelerate #3256", unless=another_trainer)
 def the_optimizer_steps_tensors_of_before(port: Port) -> Iterator[None]:
     """The optimizer was built before the model was wrapped: it steps copies that nobody runs."""
 
@@ -69,21 +69,21 @@ def the_optimizer_steps_tensors_of_before(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER], source="peft #3580, #2759", ports=["h3"])
+@fault(*SEAMS, catches=[OPTIMIZER], source="peft #3580, #2759", unless=another_trainer)
 def the_optimizer_also_holds_the_old_policy(port: Port) -> Iterator[None]:
     """The optimizer was given every tensor with LoRA in its name."""
     with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if ".old." in n]})):
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", ports=["h3"])
+@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", unless=another_trainer)
 def the_optimizer_also_holds_the_base(port: Port) -> Iterator[None]:
     """The optimizer was given every parameter of the model."""
     with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if "lora_" not in n]})):
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="diffusers #11832", ports=["h3"])
+@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="diffusers #11832", unless=another_trainer)
 def the_optimizer_misses_one_tensor(port: Port) -> Iterator[None]:
     """The last tensor of the adapter was never given to the optimizer."""
 
@@ -94,7 +94,7 @@ def the_optimizer_misses_one_tensor(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MOVES], source="cloneofsimo/lora #26", ports=["h3"])
+@fault(*SEAMS, catches=[MOVES], source="cloneofsimo/lora #26", unless=another_trainer)
 def the_factors_a_never_move(port: Port) -> Iterator[None]:
     """Gradients of A are dropped before the step."""
 
@@ -110,7 +110,7 @@ def the_factors_a_never_move(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN, LEARNS], ports=["h3"])
+@fault(*SEAMS, catches=[DOWN, LEARNS], unless=another_trainer)
 def the_optimizer_climbs(port: Port) -> Iterator[None]:
     """The optimizer maximizes the loss."""
 
@@ -121,7 +121,7 @@ def the_optimizer_climbs(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN], ports=["h3"])
+@fault(*SEAMS, catches=[DOWN], unless=another_trainer)
 def the_learning_rate_of_the_recipe_is_ignored(port: Port) -> Iterator[None]:
     """The optimizer has its default learning rate."""
 
@@ -132,7 +132,7 @@ def the_learning_rate_of_the_recipe_is_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN, MOVES], ports=["h3"])
+@fault(*SEAMS, catches=[DOWN, MOVES], unless=another_trainer)
 def a_warm_up_stands_at_zero(port: Port) -> Iterator[None]:
     """A schedule multiplies the learning rate with 0, and nobody steps the schedule."""
 
@@ -158,7 +158,7 @@ def _improve(port: Port, before: Callable[[Any], None] = lambda run: None, after
     return inject.replace(code(port).loop, "improve", make)
 
 
-@fault(*SEAMS, catches=[MOVES], source="huggingface/trl #3926", ports=["h3"])
+@fault(*SEAMS, catches=[MOVES], source="huggingface/trl #3926", unless=another_trainer)
 def a_base_weight_decays(port: Port) -> Iterator[None]:
     """Each update shrinks one frozen weight by weight decay alone."""
 
@@ -170,7 +170,7 @@ def a_base_weight_decays(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MOVES], ports=["h3"])
+@fault(*SEAMS, catches=[MOVES], unless=another_trainer)
 def old_moves_with_the_update(port: Port) -> Iterator[None]:
     """``old`` shares its storage with ``default``, as a shallow copy does."""
     with _improve(port, after=lambda run: port.load_adapter("old", port.adapter_state("default"))):
@@ -178,14 +178,14 @@ def old_moves_with_the_update(port: Port) -> Iterator[None]:
 
 
 # -- the old policy ----------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", unless=another_trainer)
 def old_is_never_refreshed(port: Port) -> Iterator[None]:
     """The refresh is never called."""
     with inject.replace(code(port).loop, "refresh_old", lambda original: lambda *arguments: None):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], unless=another_trainer)
 def old_is_refreshed_at_every_step(port: Port) -> Iterator[None]:
     """The interval of the recipe is ignored."""
 
@@ -204,7 +204,7 @@ def old_is_refreshed_at_every_step(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[STEP], ports=["h3"])
+@fault(*SEAMS, catches=[STEP], unless=another_trainer)
 def old_is_refreshed_before_the_update(port: Port) -> Iterator[None]:
     """The old policy is the policy before the step, one step behind what the schedule says, in whole steps only."""
     kept: dict[str, Any] = {}
@@ -226,28 +226,28 @@ def old_is_refreshed_before_the_update(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", unless=another_trainer)
 def decay_and_its_complement_are_exchanged(port: Port) -> Iterator[None]:
     """old ← (1 − d)·old + d·θ."""
     with inject.replace(code(port).nft, "refreshed", lambda original: lambda old, current, decay: original(old, current, 1 - decay)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
 def the_decay_forgets_the_step(port: Port) -> Iterator[None]:
     """The schedule is asked for step 0 every time."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: original(schedule, 0)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
 def every_schedule_is_a_copy(port: Port) -> Iterator[None]:
     """The recipe's schedule is ignored."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: 0.0):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], ports=["h3"])
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
 def only_the_factors_b_follow(port: Port) -> Iterator[None]:
     """The refresh moves B and leaves A where it was."""
 
@@ -262,7 +262,7 @@ def only_the_factors_b_follow(port: Port) -> Iterator[None]:
 
 
 # -- what is sampled and scored ----------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SAMPLED], source="Tencent-Hunyuan/UniRL PR #21", ports=["h3"])
+@fault(*SEAMS, catches=[SAMPLED], source="Tencent-Hunyuan/UniRL PR #21", unless=another_trainer)
 def the_rollout_gets_the_training_policy(port: Port) -> Iterator[None]:
     """The hand-over reads ``default`` where it should read ``old``."""
 
@@ -277,7 +277,7 @@ def the_rollout_gets_the_training_policy(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAMPLED, LEARNS], source="verl-omni #552; verl-project/verl #7495", ports=["h3"])
+@fault(*SEAMS, catches=[SAMPLED, LEARNS], source="verl-omni #552; verl-project/verl #7495", unless=another_trainer)
 def the_rollout_keeps_the_first_policy(port: Port) -> Iterator[None]:
     """Nothing is handed over after the start of the run."""
 
@@ -288,7 +288,7 @@ def the_rollout_keeps_the_first_policy(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAMPLED], source="verl-omni #552", ports=["h3"])
+@fault(*SEAMS, catches=[SAMPLED], source="verl-omni #552", unless=another_trainer)
 def the_hand_over_comes_before_the_refresh(port: Port) -> Iterator[None]:
     """The rollout is always one refresh behind."""
 
@@ -313,7 +313,7 @@ def the_hand_over_comes_before_the_refresh(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[STEP], source="StarsfieldAI/R1-V #67", ports=["h3"])
+@fault(*SEAMS, catches=[STEP], source="StarsfieldAI/R1-V #67", unless=another_trainer)
 def samples_and_rewards_are_in_another_order(port: Port) -> Iterator[None]:
     """The update trains on the samples in the order in which they came back, the rewards are in the order in which they were asked for."""
 
@@ -327,7 +327,7 @@ def samples_and_rewards_are_in_another_order(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[STEP, LEARNS], ports=["h3"])
+@fault(*SEAMS, catches=[STEP, LEARNS], unless=another_trainer)
 def the_reward_is_a_cost(port: Port) -> Iterator[None]:
     """The loop is given the negated reward; it rises."""
 
@@ -343,7 +343,7 @@ def the_reward_is_a_cost(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[STEP], source="verl-omni commit e71e6579 (#60)", ports=["h3"])
+@fault(*SEAMS, catches=[STEP], source="verl-omni commit e71e6579 (#60)", unless=another_trainer)
 def the_samples_of_a_draw_are_the_same(port: Port) -> Iterator[None]:
     """The seed of the rollout's noise depends on the prompt only."""
 
@@ -358,7 +358,7 @@ def the_samples_of_a_draw_are_the_same(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[STEP], source="verl-omni commits 6f8f830c (#358)", ports=["h3"])
+@fault(*SEAMS, catches=[STEP], source="verl-omni commits 6f8f830c (#358)", unless=another_trainer)
 def a_draw_is_incomplete(port: Port) -> Iterator[None]:
     """One sample of the last draw counts for the first."""
 
@@ -389,21 +389,21 @@ def _validate(port: Port, leave: Callable[[], None]) -> AbstractContextManager[A
     return inject.replace(code(port).loop, "validate", make)
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/diffusers #7048; StableTuner #126", ports=["h3"])
+@fault(*SEAMS, catches=[TRACE], source="huggingface/diffusers #7048; StableTuner #126", unless=another_trainer)
 def evaluation_leaves_old_in_use(port: Port) -> Iterator[None]:
     """After an evaluation the model runs ``old``; what trains is as it was."""
     with ExitStack() as stack, _validate(port, lambda: stack.enter_context(port.using("old"))):
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="peft #3580", ports=["h3"])
+@fault(*SEAMS, catches=[TRACE], source="peft #3580", unless=another_trainer)
 def evaluation_leaves_old_trainable(port: Port) -> Iterator[None]:
     """After an evaluation ``old`` is the adapter that trains."""
     with mended(port), _validate(port, lambda: port.select_trainable("old")):
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3926", ports=["h3"])
+@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3926", unless=another_trainer)
 def evaluation_freezes_the_adapter(port: Port) -> Iterator[None]:
     """After an evaluation nothing trains."""
 
@@ -415,7 +415,7 @@ def evaluation_freezes_the_adapter(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3234, #3500", ports=["h3"])
+@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3234, #3500", unless=another_trainer)
 def evaluation_ends_in_training_mode(port: Port) -> Iterator[None]:
     """After an evaluation the model is in training mode, so that dropout would be on in half of the calls."""
     try:
@@ -425,14 +425,14 @@ def evaluation_ends_in_training_mode(port: Port) -> Iterator[None]:
         port.actor.eval()
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/diffusers #7599", ports=["h3"])
+@fault(*SEAMS, catches=[TRACE], source="huggingface/diffusers #7599", unless=another_trainer)
 def evaluation_keeps_the_averaged_weights(port: Port) -> Iterator[None]:
     """Evaluation writes ``old`` into ``default`` and does not write back."""
     with _validate(port, lambda: port.load_adapter("default", port.adapter_state("old"))):
         yield
 
 
-@fault(*SEAMS, catches=[SAMPLED], source="StableTuner #126", ports=["h3"])
+@fault(*SEAMS, catches=[SAMPLED], source="StableTuner #126", unless=another_trainer)
 def sampling_leaves_its_adapter_in_use(port: Port) -> Iterator[None]:
     """After sampling the model still runs the adapter that it sampled with."""
     with ExitStack() as stack:
@@ -518,28 +518,28 @@ def _trainer(port: Port, make: Callable[[Port], Update]) -> AbstractContextManag
     return inject.assign(port, "trainer", f"{make.__module__}:{make.__name__}")
 
 
-@fault(*SEAMS, catches=[PROCESSES], ports=["h3"])
+@fault(*SEAMS, catches=[PROCESSES], unless=another_trainer)
 def gradients_of_processes_are_summed(port: Port) -> Iterator[None]:
     """Gradients are added up over processes and not divided: the step grows with their number."""
     with _trainer(port, summing):
         yield
 
 
-@fault(*SEAMS, catches=[PROCESSES], source="huggingface/accelerate #3256", ports=["h3"])
+@fault(*SEAMS, catches=[PROCESSES], source="huggingface/accelerate #3256", unless=another_trainer)
 def processes_keep_their_gradients(port: Port) -> Iterator[None]:
     """Gradients are not exchanged: every process trains a policy of its own."""
     with _trainer(port, lonely):
         yield
 
 
-@fault(*SEAMS, catches=[PROCESSES], source="lingbot-vla-v2 #41", ports=["h3"])
+@fault(*SEAMS, catches=[PROCESSES], source="lingbot-vla-v2 #41", unless=another_trainer)
 def processes_train_on_the_same_draws(port: Port) -> Iterator[None]:
     """Every process takes the first process's share of the prompts, with the same noise."""
     with _trainer(port, repeating):
         yield
 
 
-@fault(*SEAMS, catches=[PROCESSES], source="verl-omni commit e71e6579 (#60); lingbot-vla-v2 #41", ports=["h3"])
+@fault(*SEAMS, catches=[PROCESSES], source="verl-omni commit e71e6579 (#60); lingbot-vla-v2 #41", unless=another_trainer)
 def processes_draw_the_same_noise(port: Port) -> Iterator[None]:
     """The training noise of every process comes from the same seed."""
     with _trainer(port, alike):
