@@ -68,7 +68,7 @@ class GoldenCase:
             "calls": self.calls,
             "adapter": {**asdict(port.adapter), "seed": ADAPTER_SEED, "size": ADAPTER_SIZE},
             "responses": RESPONSE_SEED,
-            "scale": port.scale,
+            "scale": port.arguments()["scale"],
             "dtype": port.dtype,
         }
 

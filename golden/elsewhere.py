@@ -46,7 +46,7 @@ def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int], devi
 
     task = {
         "port": f"{type(port).__module__}:{type(port).__qualname__}",
-        "arguments": {"scale": port.scale, "weights": port.weights, "device": device or port.device, "dtype": port.dtype},
+        "arguments": port.arguments() | ({"device": device} if device else {}),
         "case": golden.name,
         "degrees": list(degrees),
     }

@@ -46,7 +46,7 @@ class FusedPort(Port):
         checkpoint: weights of scale ``tiny`` that were trained on the synthetic world; random ones where there is no such file.
 
     Args:
-        scale: ``tiny`` (the tiny trained checkpoint) or ``wide`` (released widths, few blocks, random weights).
+        scale: ``tiny`` (the tiny trained checkpoint) or ``wide`` (released widths, few blocks, random weights); ``wide-8`` has 8 blocks.
         weights: folder of a Diffusers checkpoint (``transformer/``, ``text_encoder/``, …) to use instead.
         device: ``cpu`` or ``cuda``.
         dtype: ``float32`` or ``bfloat16`` (upstream's float32 modules stay float32).
@@ -61,12 +61,17 @@ class FusedPort(Port):
     trainer = "loudfail.trainer.update:make"
 
     def __init__(self, *, scale: str = "tiny", weights: str | None = None, device: str = "cpu", dtype: str = "float32") -> None:
-        if scale not in self.scales:
-            raise ValueError(f"scale {scale!r} is none of {', '.join(self.scales)}")
-        super().__init__(scale=scale, weights=weights, device=device, dtype=dtype)
+        name, _, blocks = scale.partition("-")
+        if name not in self.scales or (blocks and not (name == "wide" and blocks.isdecimal() and int(blocks))) or scale.endswith("-"):
+            raise ValueError(f"scale {scale!r} is none of {', '.join(self.scales)}, nor wide-N with a number of blocks")
+        self.blocks = int(blocks or 0)
+        super().__init__(scale=name, weights=weights, device=device, dtype=dtype)
         preload(*PRELOAD)  # let the rollout import while the actor does
         self._engines: dict[int, VllmOmniRollout] = {}
         self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | ({"scale": f"{self.scale}-{self.blocks}"} if self.blocks else {})
 
     @property
     def smallest(self) -> dict[str, int]:
@@ -105,7 +110,7 @@ class FusedPort(Port):
             model = kind.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
         else:
             with mock.patch.object(torch.nn.Linear, "reset_parameters", return_value=None):  # every weight is written below
-                model = kind(**self.scales[self.scale])
+                model = kind(**self.scales[self.scale] | ({"num_layers": self.blocks} if self.blocks else {}))
             if self.scale == "tiny" and self.checkpoint.is_file():
                 from safetensors.torch import load_file
 

@@ -20,7 +20,7 @@ DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16
 PORT_OPTIONS: dict[str, dict[str, Any]] = {
     "--tp": dict(metavar="1,2,4", help="tensor-parallel degrees (default 1,2,4)"),
     "--device": dict(choices=("auto", "cpu", "cuda"), help="device of the actor and the ranks (default auto: cuda where there is one)"),
-    "--scale": dict(metavar="NAME", help="size of the model: tiny or wide (default tiny)"),
+    "--scale": dict(metavar="NAME", help="size of the model: tiny, wide, or wide-N with N blocks (default tiny)"),
     "--weights": dict(metavar="DIR", help="checkpoint folder to use instead of the built-in weights"),
     "--dtype": dict(choices=tuple(DTYPES), help="float32 (default) or bfloat16"),
     "--attention": dict(metavar="NAME", help="attention backend of the rollout engine, by its own name, such as FLASH_ATTN (default: its plainest)"),

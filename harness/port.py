@@ -675,12 +675,16 @@ class Port:
         """The bound that belongs to the dtype the port runs in; both come from measured spread."""
         return float32 if self.dtype == "float32" else bfloat16
 
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the class that make an equal port in another process."""
+        return {"scale": self.scale, "weights": self.weights, "device": self.device, "dtype": self.dtype}
+
     def describe(self) -> dict[str, Any]:
         """What identifies this port in a certificate."""
         return {
             "port": self.name,
             "class": f"{type(self).__module__}:{type(self).__qualname__}",
-            "scale": self.scale,
+            "scale": self.arguments()["scale"],
             "weights": self.weights or "built-in",
             "dtype": self.dtype,
             "device": self.device,

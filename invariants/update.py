@@ -321,8 +321,7 @@ def in_two_processes(port: Port, function: Callable[Concatenate[Rank, Port, P], 
     """
     if "<locals>" in type(port).__qualname__ or type(port).__module__ == "__main__":
         raise Unavailable(f"{type(port).__qualname__} cannot be imported by another process; put it into a module")
-    arguments = {"scale": port.scale, "weights": port.weights, "device": port.device, "dtype": port.dtype}
-    place = Place(type(port), tuple(arguments.items()), port.trainer, port.adapter, torch.get_num_threads())
+    place = Place(type(port), tuple(port.arguments().items()), port.trainer, port.adapter, torch.get_num_threads())
     if port not in _worlds or not _worlds[port].alive:
         _worlds[port] = World(2, environment={"OMP_NUM_THREADS": str(place.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     results = _worlds[port].call(_with_port, place, function, args, kwargs)
