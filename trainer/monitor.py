@@ -16,7 +16,7 @@ A run with a fault looks healthy: the loss is finite and the reward may rise. Ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -326,15 +326,21 @@ def old_policy_law(
         decay: what the schedule says.
         rounding: of the stored state, as a share of its size.
     """
-    want = before if decay is None else {name: decay * before[name].double() + (1 - decay) * current[name].double() for name in before}
-    miss = math.sqrt(sum(float((after[name].double() - want[name].double()).square().sum()) for name in want))
-    move = math.sqrt(sum(float((want[name].double() - before[name].double()).square().sum()) for name in want))
-    size = math.sqrt(sum(float(value.double().square().sum()) for value in before.values()))
+    if decay is None or decay == 0:
+        want = before if decay is None else current
+    else:
+        want = {name: decay * before[name].double() + (1 - decay) * current[name].double() for name in before}
+    miss, move = _norm([after[name] - want[name] for name in before]), _norm([want[name] - before[name] for name in before])
+    size = _norm(before.values())
     if move == 0:
         return Reading("old_policy_law", 0.0 if miss == 0 else miss / max(size, 1e-30), 1e-7, "must not move")
     return Reading(
         "old_policy_law", miss / move, 1e-5 + rounding * size / move, f"decay {decay}"
     )  # the second part is the rounding of the state itself
+
+
+def _norm(values: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2 for value in values))
 
 
 def every_modality_trains(gradients: Mapping[str, float], weights: Mapping[str, float], probability: torch.Tensor) -> Reading:
