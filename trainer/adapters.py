@@ -39,9 +39,9 @@ def equal(port: Port, one: str, other: str) -> bool:
     """Whether two adapters are equal, bit for bit; compared where they are if the port's actor holds them as PEFT does, by their states otherwise."""
     actor = getattr(port, "actor", None)
     parameters = dict(actor.named_parameters()) if isinstance(actor, torch.nn.Module) else {}
-    pairs = [(value, parameters.get(name.replace(f".{one}.", f".{other}."))) for name, value in parameters.items() if _of_adapter(name, one)]
-    if pairs and all(match is not None for _, match in pairs):
-        return bool(torch.stack([(value == match).all() for value, match in pairs]).all())
+    pairs = {name: name.replace(f".{one}.", f".{other}.") for name in parameters if _of_adapter(name, one)}
+    if pairs and all(match in parameters for match in pairs.values()):
+        return bool(torch.stack([torch.eq(parameters[name], parameters[match]).all() for name, match in pairs.items()]).all())
     return same(port.adapter_state(one), port.adapter_state(other))
 
 

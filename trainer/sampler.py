@@ -164,7 +164,7 @@ class SharedRollout:
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the owner's call gives, in every member."""
-        answer = self._told(call) if self.owner else [None]
+        answer: list[Any] = self._told(call) if self.owner else [None]
         dist.broadcast_object_list(answer, src=self.first, group=self.group)
         return self._heard(answer[0])
 

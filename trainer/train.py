@@ -181,7 +181,9 @@ def check_gate(config: Config, path: Path | None, ungated: bool, port: Port | No
         Refused: more than one process and no certificate that fits, or one that was given does not fit.
     """
     size, tp = world_size(), config.rollout.tp if config.rollout.engine == "vllm_omni" else 1
-    command = f"loudfail gate {config.model.port} --scale {config.model.scale} --dtype {config.model.dtype} --tp {tp} --out out"
+    model = config.model
+    which = f"--weights {model.weights}" if model.weights else f"--scale {model.scale}"
+    command = f"loudfail gate {model.port} {which} --dtype {model.dtype} --tp {tp} --out out"
     if path is None:
         if size == 1:
             return "not required"
@@ -202,7 +204,8 @@ def check_gate(config: Config, path: Path | None, ungated: bool, port: Port | No
         if ungated:
             print(f"UNGATED: {error}", file=sys.stderr)
             return "ungated"
-        raise Refused(f"{error}\nmake another with `{command}`") from None
+        advice = "" if not model.rank or "adapter" not in str(error) else " and leave model.rank and model.alpha out: it vouches for the port's own"
+        raise Refused(f"{error}\nmake another with `{command}`{advice}") from None
     finally:
         if own:
             port.close()
