@@ -43,6 +43,8 @@ def run(invariant: Invariant, port: Port, degree: int | None = None, *, seed: in
             try:
                 # A large model gets one input a check: what depends on real widths shows on any input, and each costs seconds.
                 count = examples or (invariant.examples if port.scale == "tiny" else 1)
+                if seed and count == 1 and examples is None:  # the first input drawn is the simplest, whatever the seed
+                    count = 2
                 result.examples = _drive(invariant, port, arguments, count, seed, shrink)
             finally:
                 if adapter is not None:
