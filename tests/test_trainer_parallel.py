@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from loudfail.trainer import checkpoint, train
@@ -202,3 +203,24 @@ def test_a_sharded_base_changes_no_bit_of_a_run(tmp_path: Path) -> None:
         assert shapes["transformer_blocks.0.attn.to_q.weight"] == (128, 112)
         # Upstream keeps input and output projections and the time embedding in float32 beside bfloat16: weight and bias of six linear layers.
         assert in_float32 == (count if dtype == "float32" else 12)
+
+
+def test_two_sharded_processes_share_an_engine_of_degree_2(tmp_path: Path) -> None:
+    """Every process gets the samples of its own prompts back: the scores are those of the rollout on the actor itself."""
+    settings = [
+        "steps=1", "algorithm.prompts=2", "algorithm.samples=2", "algorithm.sigmas=1", "rollout.calls=2", "validation.samples=1",
+        "validation.calls=2", "parallel.shard=fsdp",
+    ]  # fmt: skip
+    arguments = ["h3_tiny", "--ungated", *(part for setting in settings for part in ("--set", setting))]
+    code = "import sys; from loudfail.trainer import train; sys.exit(train.main(sys.argv[1:]))"
+    summaries = {}
+    for engine in (["--set", "rollout.engine=vllm_omni", "--set", "rollout.tp=2"], []):
+        out = tmp_path / (engine[1] if engine else "local")
+        ended = launch(tmp_path, *arguments, *engine, "--out", str(out), code=code)
+        assert [code for code, _ in ended] == [0, 0], ended
+        summaries[bool(engine)] = json.loads((out / "summary.json").read_text())
+    assert summaries[True]["monitors"]["velocity_replay"]["ran"] == 1
+    assert summaries[True]["monitors"]["velocity_replay"]["fired"] == 0
+    assert any("vllm" in name for name in summaries[True]["classes"])
+    for name, pair in summaries[False]["scores"].items():
+        assert summaries[True]["scores"][name] == pytest.approx(pair, abs=1e-3)

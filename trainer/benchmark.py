@@ -267,8 +267,9 @@ def operations(run: loop.Run) -> dict[str, float]:
     """What a step must do, by hand: operations (a multiplication and an addition are two), and bytes.
 
     With P the weights of a block's projections, r the rank, S rows and D the inner width of attention, a sample and block need, forward:
-    ``2·P·S + 2·r·(in + out)·S + 4·S²·D``; backward the same for inputs, twice for attention, and ``2·r·(in + out)·S`` for LoRA's weights. The
-    reference policy needs the forward pass without LoRA. Bytes: each pass reads the base once, and what the backward pass needs of each row (inputs
+    ``2·P·S + 2·r·(in + out)·S + 4·S²·D``; backward the same for inputs, twice for attention, and ``2·r·(in + out)·S`` for LoRA's weights. Nothing that
+    trains is before the first refiner block, so its first projections need no input gradient. The reference policy needs the forward pass without
+    LoRA. Bytes: each pass reads the base once, and what the backward pass needs of each row (inputs
     of the projections, q, k, v, the feed-forward's two halves) is written once and read once.
     """
     config, port = run.config, run.port
@@ -276,7 +277,7 @@ def operations(run: loop.Run) -> dict[str, float]:
     shape = loop.extent_of(run)
     text = float(len(loop.condition_of(run, 0).embeds))
     rows = text + shape["frames"] * (shape["height"] // 2) * (shape["width"] // 2) + h3.STEREO * shape["audio"]
-    plain = lora = weights = kept = 0.0
+    plain = lora = first = weights = kept = 0.0
     inner = actor.config.num_attention_heads * actor.config.attention_head_dim
     for name, (out_features, in_features) in port.projections().items():
         here = text if name.startswith("token_refiner") else rows
@@ -284,13 +285,16 @@ def operations(run: loop.Run) -> dict[str, float]:
         lora += 2 * port.adapter.rank * (out_features + in_features) * here
         kept += here * (in_features if not name.endswith(("to_k", "to_v")) else 0) + here * (out_features if ".to_" in name or "proj" in name else 0)
         weights += out_features * in_features
+        if name.startswith("token_refiner.refiner_blocks.0.attn.to_") and ".to_out" not in name:
+            first += 2 * in_features * (out_features + port.adapter.rank) * here
     attention = 4 * inner * (actor.config.num_layers * rows**2 + actor.config.num_refiner_layers * text**2)
     forward = plain + attention + lora
-    backward = plain + 2 * attention + 2 * lora
+    backward = plain + 2 * attention + 2 * lora - first
     reference = plain + attention if config.algorithm.reference > 0 else 0.0
     width = 2 if port.dtype == "bfloat16" else 4
     return {
         "rows": rows,
+        "attention": count * attention * (4 if config.algorithm.reference > 0 else 3),
         "trained": count * (forward + backward),
         "operations": count * (forward + backward + reference),
         "bytes": width * (3 * weights * config.algorithm.prompts + 2 * kept * count),
