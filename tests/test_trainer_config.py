@@ -77,3 +77,14 @@ def test_a_line_without_prompt_is_named(tmp_path: Path) -> None:
         read_prompts(parse({"data": {"prompts": str(file)}}))
     file.write_text("rain\nwind\n")
     assert read_prompts(parse({"data": {"prompts": str(file)}})) == ["rain", "wind"]
+
+
+@pytest.mark.parametrize(("name", "tp", "given"), [("h3_t2va", 2, ()), ("h3_fl2va", 4, ("first",))])
+def test_recipes_of_real_size_shard_the_base_and_share_engines(name: str, tp: int, given: tuple[str, ...]) -> None:
+    config = read_recipe(name)
+    assert (config.model.rank, config.model.alpha, config.model.dtype) == (64, 128.0, "bfloat16")
+    assert (config.parallel.shard, config.rollout.engine, config.rollout.tp) == ("fsdp", "vllm_omni", tp)
+    assert (config.rollout.calls, config.validation.calls) == (10, 40)
+    assert config.data.given == given
+    assert config.algorithm.prompts % 8 == 0  # the processes of a node share them
+    assert 8 % tp == 0

@@ -308,7 +308,8 @@ def start(rank: Rank) -> None:
     # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
     # vLLM-Omni's projection cache sends.
     os.environ["VLLM_DIST_IDENT"] = f"loudfail-{rank.rank}"
-    place = rank.rank % torch.cuda.device_count() if rank.device == "cuda" else rank.rank
+    first = int(os.environ.get("LOCAL_RANK", "0"))  # under torchrun an engine's ranks sit on its owner's GPU and the next ones
+    place = (first + rank.rank) % torch.cuda.device_count() if rank.device == "cuda" else rank.rank
     if rank.device == "cuda":
         torch.cuda.set_device(place)
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
