@@ -110,7 +110,7 @@ class FusedPort(Port):
             model = kind.from_pretrained(folder, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
         else:
             with mock.patch.object(torch.nn.Linear, "reset_parameters", return_value=None):  # every weight is written below
-                model = kind(**self.scales[self.scale] | ({"num_layers": self.blocks} if self.blocks else {}))
+                model = kind(**{**self.scales[self.scale], **({"num_layers": self.blocks} if self.blocks else {})})
             if self.scale == "tiny" and self.checkpoint.is_file():
                 from safetensors.torch import load_file
 

@@ -74,7 +74,7 @@ def the_model_sees_the_packed_rows_and_nothing_else(port: Port, case: Case) -> N
     packed = port.pack(latents)
     for index, table in enumerate(tables):
         for modality in port.modalities:
-            seen = table.values[modality][~table.given_of(modality)].float()
+            seen = table.values[modality][~table.given_of(modality)]  # in the dtype in which the model is given it
             require_equal(seen, packed[modality][index].to(seen), where=f"{modality}, sample {index} of {case.batch}, given {case.given}")
 
 

@@ -362,6 +362,8 @@ def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str]:
 def load_base(rank: Rank, state: dict[str, torch.Tensor] | str) -> None:
     """Load the actor's base weights, given as tensors or as the name of a safetensors file, and do what vLLM's loader does after loading."""
     rank.state["spec"].load(rank.state["pipeline"].transformer, _MappedFile(state) if isinstance(state, str) else state)
+    # Asked for before: repacking may leave an empty weight of another dtype behind.
+    rank.state["dtypes"] = {name: next(module.parameters()).dtype for name, module in rank.state["linears"].items()}
     for module in rank.state["linears"].values():
         module.quant_method.process_weights_after_loading(module)
 
@@ -461,7 +463,7 @@ def base_response(rank: Rank, count: int, seed: int) -> dict[str, Shard]:
     model, linears = rank.state["pipeline"].transformer, rank.state["linears"]
     for name, module in linears.items():
         join, sizes = _slices(module)
-        x = _local_probe(rank, module, join, count, seed, next(module.parameters()).dtype)
+        x = _local_probe(rank, module, join, count, seed, rank.state["dtypes"][name])
         product = module.quant_method.apply(module, x).float().cpu()
         result[f"{name}.weight"] = Shard("sum" if join == "rows" else join, [piece.T.contiguous() for piece in product.split(sizes, dim=1)])
     for name, parameter in model.named_parameters():

@@ -236,7 +236,7 @@ class LTX2(FusedPort):
         def load(world: World) -> None:
             modules = {"text_encoder": self.text_encoder, "connectors": self.connectors}
             states = None if self.weights else {name: module.state_dict() for name, module in modules.items()}
-            world.call(ltx2_text.load_rollout_encoder, self.weights, self.width, states)
+            world.call(ltx2_text.load_rollout_encoder, self.weights, self.width, self.dtype, states)
 
         context = self.encoding_world(load).call(ltx2_text.rollout_encode, tuple(ids))[0]
         assert context is not None  # rank 0 answers
@@ -248,12 +248,11 @@ class LTX2(FusedPort):
 
     @cached_property
     def text_encoder(self) -> Any:
-        return ltx2_text.encoder(self.weights, self.width)
+        return ltx2_text.encoder(self.weights, self.width, self.dtype)
 
     @cached_property
     def connectors(self) -> Any:
-        model = ltx2_text.connectors(self.weights, self.width)
-        return model if self.dtype == "float32" else model.to(getattr(torch, self.dtype))
+        return ltx2_text.connectors(self.weights, self.width, self.dtype)
 
     @cached_property
     def _presenter(self) -> Any:

@@ -237,7 +237,7 @@ class LTX2Fused(FusedModel):
             kept += [[{} for _ in conditions] for _ in loop.steps[len(kept) :]]
             for step, call in zip(loop.steps, kept, strict=True):
                 for name in ("before", "raw", "after"):
-                    for place, value in enumerate(self._unpack(*step[name], size, given)):
+                    for place, value in enumerate(self._unpack(step[name][0], step[name][1], size, given)):
                         call[members[place]][name] = {m: v.float().cpu() for m, v in value.items()}
                 for index in members:
                     call[index]["sigmas"] = {m: s.cpu() for m, s in step["sigmas"].items()}

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 #: A few merges, so that the ids of two pieces of text are not those of both together, as with the released vocabulary.
 MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("r", "a"), ("ra", "in"), ("▁", "rain"), ("b", "e"), ("l", "l"), ("be", "ll"))
-#: Layers of the tiny encoder, and the published length of a context and number of registers in it.
-LAYERS, TOKENS, REGISTERS = 2, 1024, 128
+#: Layers of the tiny encoder; tokens of a context, which a request may choose, as many as the longest prompt of the checks needs; and the published
+#: number of registers, of which a context is a multiple.
+LAYERS, TOKENS, REGISTERS = 2, 384, 128
 
 
 def tokenizer(weights: str | None) -> Any:
@@ -38,14 +39,14 @@ def tokenizer(weights: str | None) -> Any:
     return GemmaTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=list(MERGES), add_bos_token=True, model_max_length=TOKENS)
 
 
-def encoder(weights: str | None, width: int) -> Any:
+def encoder(weights: str | None, width: int, dtype: str) -> Any:
     """The text encoder of a checkpoint folder, or the tiny one with hidden states of ``width``."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
     from transformers.utils import logging
 
     if weights is not None:
         folder = _folder(weights, "text_encoder")
-        return Gemma3ForConditionalGeneration.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False)
+        return _cast(Gemma3ForConditionalGeneration.from_pretrained(folder, local_files_only=True), dtype)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # of its own default rope parameters
     text = Gemma3TextConfig(
@@ -56,18 +57,30 @@ def encoder(weights: str | None, width: int) -> Any:
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     logging.set_verbosity(level)
-    return _seed(Gemma3ForConditionalGeneration(config))
+    return _cast(_seed(Gemma3ForConditionalGeneration(config)), dtype)
 
 
-def connectors(weights: str | None, width: int) -> Any:
+def connectors(weights: str | None, width: int, dtype: str) -> Any:
     """``LTX2TextConnectors`` of a checkpoint folder, or tiny ones for hidden states of ``width``."""
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
     if weights is not None:
-        return LTX2TextConnectors.from_pretrained(_folder(weights, "connectors"), local_files_only=True).eval().requires_grad_(False)
+        return _cast(LTX2TextConnectors.from_pretrained(_folder(weights, "connectors"), local_files_only=True), dtype)
     shape = {f"{m}_connector_{name}": value for m in ("video", "audio") for name, value in dict(
         num_attention_heads=4, attention_head_dim=width // 4, num_layers=1, num_learnable_registers=REGISTERS).items()}  # fmt: skip
-    return _seed(LTX2TextConnectors(caption_channels=width, text_proj_in_factor=LAYERS + 1, rope_type="split", **shape))
+    model = _seed(LTX2TextConnectors(caption_channels=width, text_proj_in_factor=LAYERS + 1, rope_type="split", **shape))
+    with torch.no_grad():  # of so many registers, the few tokens of a prompt must stand out, as they do in a trained one
+        model.text_proj_in.weight.mul_(3)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_k.weight")):
+                parameter.fill_(2.0)
+    return _cast(model, dtype)
+
+
+def _cast(model: Any, dtype: str) -> Any:
+    """Ready to run, in that dtype."""
+    model = model.eval().requires_grad_(False)
+    return model if dtype == "float32" else model.to(getattr(torch, dtype))
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def _seed(model: Any) -> Any:
             parameter.normal_(generator=generator).mul_(size)
         else:
             parameter.fill_(float(name.endswith(("norm_q.weight", "norm_k.weight"))))  # Gemma's norms scale by 1 + weight
-    return model.eval().requires_grad_(False)
+    return model
 
 
 class PromptIds(str):
@@ -109,7 +122,8 @@ class IdTokenizer:
     def __call__(self, text: Any, *, padding: Any = False, max_length: int = TOKENS, return_tensors: str | None = None, **_: Any) -> Any:
         from transformers import BatchEncoding
 
-        rows = [list(one.ids)[:max_length] for one in ([text] if isinstance(text, str) else text)]
+        prompts: list[Any] = [text] if isinstance(text, str) else list(text)
+        rows = [list(one.ids)[:max_length] for one in prompts]
         if padding:
             return self.words.pad({"input_ids": rows}, padding=padding, max_length=max_length, return_tensors=return_tensors)
         return BatchEncoding({"input_ids": rows[0] if isinstance(text, str) else rows})
@@ -121,8 +135,8 @@ class Context:
 
     Attributes:
         embeds: ``(tokens, width · (layers + 1))`` float32, every layer's hidden state of each token of the prompt.
-        video, audio: ``(1024, width)`` float32, the connectors' contexts.
-        mask: ``(1024,)`` int64, 1 where the context is attended.
+        video, audio: ``(384, width)`` float32, the connectors' contexts.
+        mask: ``(384,)`` int64, 1 where the context is attended.
         ids: the token ids that arrived at the encoder's embedding, read off its input, padding left out.
     """
 
@@ -172,7 +186,7 @@ def _folder(weights: str, name: str) -> Path:
 # ------------------------------------------------------------------------------------------------------- what follows runs in the ranks
 
 
-def load_rollout_encoder(rank: Rank, weights: str | None, width: int, states: Mapping[str, Mapping[str, torch.Tensor]] | None) -> None:
+def load_rollout_encoder(rank: Rank, weights: str | None, width: int, dtype: str, states: Mapping[str, Mapping[str, torch.Tensor]] | None) -> None:
     """vLLM-Omni's prompt path in rank 0: its own conditioning around the same encoder and connector classes.
 
     Args:
@@ -186,7 +200,11 @@ def load_rollout_encoder(rank: Rank, weights: str | None, width: int, states: Ma
         device = torch.device("cpu")
 
     pipe = Conditioning()
-    pipe.tokenizer, pipe.text_encoder, pipe.connectors = IdTokenizer(tokenizer(weights)), encoder(weights, width), connectors(weights, width)
+    pipe.tokenizer, pipe.text_encoder, pipe.connectors = (
+        IdTokenizer(tokenizer(weights)),
+        encoder(weights, width, dtype),
+        connectors(weights, width, dtype),
+    )
     for name, state in (states or {}).items():
         getattr(pipe, name).load_state_dict(state)
     rank.state["text_encoder"] = pipe

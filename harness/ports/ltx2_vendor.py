@@ -28,8 +28,8 @@ OPTIONS: dict[str, Any] = dict(
     return_dict=False,
 )
 MODALITIES = ("video", "audio")
-#: Tokens of a context, the pipelines' default.
-TOKENS = 1024
+#: Tokens of a context.
+TOKENS = 384
 
 
 class _Enough(Exception):
@@ -158,6 +158,7 @@ def arrivals(pipe: Any, text: str, image: Any = None, size: Mapping[str, int] | 
             height=height * pipe.vae_spatial_compression_ratio,
             width=width * pipe.vae_spatial_compression_ratio,
             num_inference_steps=2,
+            max_sequence_length=TOKENS,
             generator=torch.Generator().manual_seed(0),
             **inputs,
             **OPTIONS,

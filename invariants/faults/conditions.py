@@ -33,7 +33,7 @@ def with_inputs(port: Port, change: Any) -> AbstractContextManager[Any]:
     def make(original: Any) -> Any:
         def inputs(latents: Any, sigmas: Any, conditions: Any, members: Any) -> Any:
             arguments = original(latents, sigmas, conditions, members)
-            change(arguments, port.first_row(conditions[members[0]]), sigmas, members)  # type: ignore[attr-defined]
+            change(arguments, port.first_row(conditions[members[0]]), sigmas, members)
             return arguments
 
         return inputs
@@ -305,7 +305,7 @@ def keyframe_latents_are_not_normalized(port: Port) -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def encode(image: Any) -> torch.Tensor:
-            mean, std = (torch.as_tensor(values).view(-1, 1, 1, 1) for values in port.latent_statistics())  # type: ignore[attr-defined]
+            mean, std = (torch.as_tensor(values).view(-1, 1, 1, 1) for values in port.latent_statistics())
             return original(image) * std + mean
 
         return encode

@@ -239,7 +239,7 @@ def frames_are_packed_down_their_columns(port: Port) -> Iterator[None]:
 @fault("objective", "packing", "vendor", catches=[VENDOR], ports=("ltx2",))
 def mel_bins_come_before_channels(port: Port) -> Iterator[None]:
     """Packing and unpacking put an audio row's mel bins before its channels alike, so that the round trip is clean and the model sees another row."""
-    channels, bins = port.audio_shape  # type: ignore[attr-defined]
+    channels, bins = port.audio_shape
 
     def turn(first: int) -> Any:
         return lambda rows: dict(rows, audio=rows["audio"].unflatten(2, (first, -1)).transpose(2, 3).flatten(2))

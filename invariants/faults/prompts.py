@@ -220,7 +220,7 @@ def conditions_are_cut(port: Port) -> Iterator[None]:
 @fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",))
 def the_dataset_keeps_white_space_that_the_pipeline_strips(port: Port) -> Iterator[None]:
     """Prompts are tokenized with the white space around them, which the vendor's pipeline takes away."""
-    with inject.replace(port, "tokenize", lambda _: lambda text: tuple(port.tokenizer(text)["input_ids"])):  # type: ignore[attr-defined]
+    with inject.replace(port, "tokenize", lambda _: lambda text: tuple(port.tokenizer(text)["input_ids"])):
         yield
 
 

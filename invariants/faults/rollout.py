@@ -419,18 +419,18 @@ def context_tokens_swapped() -> Any:
 
 @fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
 def a_context_token_is_halved(port: Port) -> Iterator[None]:
-    """Of a thousand tokens of context, the engine has the second one at half its size."""
+    """Of hundreds of tokens of context, the engine has the second one at half its size, and the third before it."""
     with inject.in_ranks(port, context_tokens_swapped):
         yield
 
 
 def context_cut() -> Any:
-    return _contexts(lambda context: context[:, :256])
+    return _contexts(lambda context: context[:, :128])
 
 
 @fault("objective", "engine", "adapter", catches=[LONG, VELOCITY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
-def the_engine_cuts_contexts_at_256_tokens(port: Port) -> Iterator[None]:
-    """The engine attends to the first quarter of the context."""
+def the_engine_cuts_contexts_at_128_tokens(port: Port) -> Iterator[None]:
+    """The engine attends to the first third of the context."""
     with inject.in_ranks(port, context_cut):
         yield
 
