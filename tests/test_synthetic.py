@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from loudfail.golden import train_tiny
-from loudfail.harness import synthetic
-from loudfail.harness.ports.h3 import CHECKPOINT, H3, SCALES
+from loudfail.golden import lessons, train_tiny
+from loudfail.harness import registry, synthetic
+from loudfail.harness.actor import FusedPort
+from loudfail.harness.ports.h3 import H3
 from loudfail.harness.violation import Unavailable
 
 SHAPES = {"video": (24, 2, 4, 4), "audio": (2, 32, 8)}
@@ -25,9 +26,14 @@ def data() -> dict[str, torch.Tensor]:
     return synthetic.sample(SHAPES, CLASSES, seed=5)
 
 
+@pytest.fixture(scope="module", params=sorted(lessons.LESSONS))
+def lesson(request: pytest.FixtureRequest) -> lessons.Lesson:
+    return lessons.find(request.param)
+
+
 @pytest.fixture(scope="module")
-def port() -> H3:
-    return H3()
+def port(lesson: lessons.Lesson) -> FusedPort:
+    return lesson.port
 
 
 def mean_scores(latents: dict[str, torch.Tensor], classes: list[int] = CLASSES) -> dict[str, float]:
@@ -106,40 +112,45 @@ def test_the_score_refuses_another_number_of_prompts(data: dict[str, torch.Tenso
         synthetic.score(data, [0, 1, 2])
 
 
-def test_the_checkpoint_is_the_one_its_record_describes() -> None:
-    content, record = CHECKPOINT.read_bytes(), json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
+def test_a_model_may_have_its_audios_time_elsewhere(data: dict[str, torch.Tensor]) -> None:
+    shapes = {"video": SHAPES["video"], "audio": (2, 8, 32)}
+    turned = synthetic.sample(shapes, CLASSES, seed=5, audio_time=1)
+    assert torch.equal(turned["audio"], data["audio"].transpose(-1, -2))
+    assert torch.equal(synthetic.score(turned, CLASSES, audio_time=1)["clap"], synthetic.score(data, CLASSES)["clap"])
+
+
+def test_the_checkpoint_is_the_one_its_record_describes(port: FusedPort) -> None:
+    content, record = port.checkpoint.read_bytes(), json.loads(port.checkpoint.with_suffix(".json").read_text(encoding="utf-8"))
     assert hashlib.sha256(content).hexdigest() == record["sha256"]
     assert len(content) == record["bytes"] <= 2 * 2**20
-    assert record["architecture"] == SCALES["tiny"]
+    assert record["architecture"] == port.scales["tiny"]
 
 
-def test_the_checkpoint_has_learned_the_world() -> None:
+def test_the_checkpoint_has_learned_the_world(port: FusedPort) -> None:
     """The record against itself, and against the world as it is now: a world that was changed since needs a new checkpoint."""
-    quality = json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))["quality"]
-    classes = [index % 6 for index in range(quality["samples"])]
-    now = synthetic.reward(synthetic.score(synthetic.sample(train_tiny.shapes(train_tiny.EXTENT), classes, seed=1), classes)).mean().item()
+    quality = json.loads(port.checkpoint.with_suffix(".json").read_text(encoding="utf-8"))["quality"]
+    classes, axis = [index % 6 for index in range(quality["samples"])], port.time_axis["audio"]
+    now = synthetic.score(synthetic.sample(train_tiny.shapes(port), classes, seed=1, audio_time=axis), classes, axis)
     rewards = {name: scores["reward"] for name, scores in quality["reward"].items()}
-    assert rewards["data"] == pytest.approx(now, rel=1e-4)
+    assert rewards["data"] == pytest.approx(synthetic.reward(now).mean().item(), rel=1e-4)
     assert abs(rewards["samples of 16 calls"] - rewards["data"]) < 0.25 * (rewards["data"] - rewards["noise"])
 
 
-def test_the_actor_predicts_the_velocity_of_the_world(port: H3) -> None:
+def test_the_actor_predicts_the_velocity_of_the_world(lesson: lessons.Lesson) -> None:
     """The checkpoint as the actor loads it, through the inputs and the convention that it was trained with."""
-    index = 3
-    latents = synthetic.sample(SHAPES, [index] * 16, seed=77)
-    conditions = [port.condition(port.tokenize(synthetic.PROMPTS[index]))] * 16
-    batch = train_tiny.Batch(latents, conditions, {"video": 0.6, "audio": 0.45})
+    batch = lessons.draw(lesson, train_tiny.extent_of(lesson.port), 3, 16, 77, None)
+    batch.sigmas = {"video": 0.6, "audio": 0.45}
     errors = {}
-    with torch.no_grad(), port.using(None):
+    with torch.no_grad(), lesson.port.using(None):
         for name, told, sign in (("right", None, 1.0), ("flipped", {"video": 0.4, "audio": 0.55}, 1.0), ("negated", None, -1.0)):
-            errors[name] = train_tiny.velocity_errors(port.actor, batch, torch.Generator().manual_seed(1), told, sign)
+            errors[name] = train_tiny.velocity_errors(lesson, lesson.port.actor, batch, torch.Generator().manual_seed(1), told, sign)
     for modality, right in errors["right"].items():
         assert right < 0.5, (modality, errors)  # predicting nothing gives more than 1
         assert errors["negated"][modality] > 4 * right, (modality, errors)
         assert errors["flipped"][modality] > right, (modality, errors)
 
 
-def test_the_trained_batch_is_of_the_world(port: H3) -> None:
+def test_the_trained_batch_is_of_the_world(port: FusedPort) -> None:
     latents, conditions = port.trained_batch(seed=9, count=12)
     again, _ = port.trained_batch(seed=9, count=12)
     prompts = {port.tokenize(prompt): index for index, prompt in enumerate(synthetic.PROMPTS)}
@@ -147,8 +158,15 @@ def test_the_trained_batch_is_of_the_world(port: H3) -> None:
     assert set(classes) == set(range(6))
     assert all(not condition.given for condition in conditions)
     assert all(torch.equal(latents[m], again[m]) for m in latents)
-    assert {m: tuple(value.shape) for m, value in latents.items()} == {m: (12, *shape) for m, shape in train_tiny.shapes(train_tiny.EXTENT).items()}
-    assert synthetic.reward(synthetic.score(latents, classes)).mean() > 0.6
+    assert {m: tuple(value.shape) for m, value in latents.items()} == {m: (12, *shape) for m, shape in train_tiny.shapes(port).items()}
+    assert synthetic.reward(synthetic.score(latents, classes, port.time_axis["audio"])).mean() > 0.6
+
+
+def test_every_port_of_ours_has_a_lesson() -> None:
+    ours = {name for name, target in registry.ports().items() if target.startswith("loudfail.")}
+    assert ours == set(lessons.LESSONS)
+    with pytest.raises(ValueError, match="no lesson for 'x'; there are h3, ltx2"):
+        lessons.find("x")
 
 
 def test_only_the_built_in_tiny_checkpoint_has_a_world() -> None:
@@ -158,17 +176,18 @@ def test_only_the_built_in_tiny_checkpoint_has_a_world() -> None:
         H3(weights="somewhere").trained_batch(0, 2)
 
 
-def test_rows_and_back_is_the_identity(data: dict[str, torch.Tensor]) -> None:
-    back = train_tiny.from_rows(train_tiny.to_rows(data), SHAPES)
-    assert all(torch.equal(back[modality], data[modality]) for modality in data)
+def test_rows_and_back_is_the_identity(lesson: lessons.Lesson) -> None:
+    batch = lessons.draw(lesson, train_tiny.extent_of(lesson.port), 0, 3, 5, None)
+    back = lessons.latents_of(lesson, lesson.rows(batch.latents), train_tiny.shapes(lesson.port))
+    assert all(torch.equal(back[modality], value) for modality, value in batch.latents.items())
 
 
 def test_training_again_gives_the_same_bits() -> None:
-    settings = train_tiny.Settings(steps=20, batch=2)
+    lesson, settings = lessons.find("h3"), train_tiny.Settings(steps=20, batch=2)
     threads = torch.get_num_threads()
-    first, losses = train_tiny.train(settings)
+    first, losses = train_tiny.train(lesson, settings)
     torch.rand(3)  # the state of the global generator must not matter
-    second, again = train_tiny.train(settings)
+    second, again = train_tiny.train(lesson, settings)
     assert losses == again
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
     assert torch.get_num_threads() == threads
