@@ -67,16 +67,25 @@ def _run(main: Callable[[Sequence[str]], int], arguments: list[str], capfd: pyte
     return Ran(code, out, err)
 
 
-@pytest.fixture(scope="session")
-def h3() -> Iterator[object]:
-    """The tiny H3 port, shared by all files, on one thread: two threads spin against each other on two busy cores."""
+def one_thread(name: str) -> Iterator[object]:
+    """A tiny port on one thread: two threads spin against each other on two busy cores."""
     import torch
-
-    from loudfail.harness.ports.h3 import H3
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    port = H3()
+    port = registry.find_port(name)()
     yield port
     port.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def h3() -> Iterator[object]:
+    """The tiny H3 port, shared by all files."""
+    yield from one_thread("loudfail.harness.ports.h3:H3")
+
+
+@pytest.fixture(scope="session")
+def ltx2() -> Iterator[object]:
+    """The tiny LTX-2 port, shared by all files."""
+    yield from one_thread("loudfail.harness.ports.ltx2:LTX2")
