@@ -402,8 +402,18 @@ def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfi
     for adapter in old:
         manager.remove_adapter(adapter)
     pipeline.pending.clear()
-    active = sum(sum(layer._diffusion_lora_active_slices) for layer in manager._lora_modules.values())
-    return BindReport(version=version, registered=len(parts), bound=active)
+    return BindReport(version=version, registered=len(parts), bound=_bound(manager, parts, rank.state["spec"].packed_modules()))
+
+
+def _bound(manager: Any, parts: Mapping[str, LoRAParts], packed: Mapping[str, list[str]]) -> int:
+    """How many of the parts that were handed over are active in a layer. One part may fill several slices of a fused layer."""
+    count = 0
+    for name, layer in manager._lora_modules.items():
+        block, _, leaf = name.rpartition(".")
+        handed = sum(candidate in parts for candidate in (name, *(f"{block}.{part}" for part in packed.get(leaf, ()))))
+        slices = layer._diffusion_lora_active_slices
+        count += handed if all(slices) else min(handed, sum(slices))
+    return count
 
 
 def remove_adapter(rank: Rank) -> None:

@@ -9,6 +9,7 @@ rollout is vLLM-Omni's ``MiniMaxH3DiTModel`` with vLLM-Omni's own layout builder
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +23,7 @@ from loudfail.harness.case import Case
 from loudfail.harness.engines.vllm_omni import FusedModel, LoRAParts, diffusion_config
 from loudfail.harness.media import Media
 from loudfail.harness.port import AdapterConfig, Conditions, RowTable, Step, Trajectory
+from loudfail.harness.ports import h3_native
 from loudfail.harness.ports.h3_media import SPATIAL, Autoencoders, check_keyframe, decode, encode_keyframes
 from loudfail.harness.ports.h3_text import Presentation, rollout_encoder_classes
 from loudfail.harness.world import World
@@ -454,11 +456,15 @@ class H3Fused(FusedModel):
         upstream._BF16_DTYPE = dtype  # the constant that every parameter and cast of the model uses
         if dtype == torch.float32 and torch.cuda.is_available():  # the fused kernel rounds to bfloat16 whatever it is given; its two halves do not
             upstream.indexed_gate_rms_norm_scale_shift = _gate_then_norm
-        with diffusion_config(dtype, self.config) as config:
-            model = upstream.MiniMaxH3DiTModel(config, diffusers_weights=True)
+        of_diffusers = "diffusers_weights" in inspect.signature(upstream.MiniMaxH3DiTModel).parameters  # since vLLM-Omni 0.30
+        with diffusion_config(dtype, self.config if of_diffusers else h3_native.native_config(self.config)) as config:
+            model = upstream.MiniMaxH3DiTModel(config, **({"diffusers_weights": True} if of_diffusers else {}))
         return model.float() if dtype == torch.float32 else model
 
     def load(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
+        if not hasattr(model, "_diffusers_weights"):
+            names = [name for name, _ in model.named_parameters()]
+            state = h3_native.native_state(names, state, self.config, lambda module: self.actor_names(module, 0))
         model.load_weights(iter(state.items()))
         model.post_load_weights()
 
@@ -497,7 +503,9 @@ class H3Fused(FusedModel):
     def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         from vllm_omni.diffusion.models.minimax_h3.time_request import minimax_h3_time_shift_sigmas
 
-        return {m: torch.tensor(minimax_h3_time_shift_sigmas(num_steps=calls, shift_scale=SHIFT[m])) for m in SHIFT}
+        # A step is a model call since vLLM-Omni 0.30 and a point of the grid before, so that the same number of them samples one call less.
+        steps = calls + (len(minimax_h3_time_shift_sigmas(num_steps=calls)) == calls)
+        return {m: torch.tensor(minimax_h3_time_shift_sigmas(num_steps=steps, shift_scale=SHIFT[m])) for m in SHIFT}
 
     def velocity(
         self, model: Any, latents: dict[str, torch.Tensor], sigmas: dict[str, torch.Tensor], conditions: Sequence[Conditions]
