@@ -19,7 +19,7 @@ HOLDS, VIOLATED, INTERRUPTED, USAGE, NOTHING = 0, 1, 2, 4, 5
 DESCRIPTION = "Makes the silent failures of joint audio-video RL post-training loud, before the multi-GPU run is paid for."
 PORT_HELP = "name of a port (see `loudfail list`) or package.module:Class"
 #: Verbs that live in packages which the harness does not import: verb → module and what it needs.
-ELSEWHERE = {"golden": "loudfail.golden.cli", "train": "loudfail.trainer.train"}
+ELSEWHERE = {"golden": "loudfail.golden.cli", "train": "loudfail.trainer.train", "demo": "loudfail.trainer.demo"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     # Their arguments are their own; they are listed here for `loudfail --help`.
     verbs.add_parser("golden", add_help=False, help="record, verify, diff and list golden traces")
     verbs.add_parser("train", add_help=False, help="the reference trainer")
+    verbs.add_parser("demo", add_help=False, help="faulty runs that look healthy beside the right one: a picture")
     return parser
 
 
