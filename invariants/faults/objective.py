@@ -282,7 +282,7 @@ def modalities_are_weighted_by_their_size(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, "condition", catches=[GIVEN], source="verl-omni RFC #396, PR #401", ports=["h3"])
+@fault(*SEAMS, "condition", catches=[GIVEN], source="verl-omni RFC #396, PR #401", ports=["h3", "ltx2"])
 def given_rows_are_in_the_loss(port: Port) -> Iterator[None]:
     """The model's output on given rows is pulled towards zero with the rest."""
     outputs: list[torch.Tensor] = []
