@@ -268,8 +268,8 @@ def operations(run: loop.Run) -> dict[str, float]:
 
     With P the weights of a block's projections, r the rank, S rows and D the inner width of attention, a sample and block need, forward:
     ``2·P·S + 2·r·(in + out)·S + 4·S²·D``; backward the same for inputs, twice for attention, and ``2·r·(in + out)·S`` for LoRA's weights.
-    Nothing that trains is before the first refiner block, so its first projections need no input gradient. The reference policy needs the forward pass
-    without LoRA. Bytes: each pass reads the base once, and what the backward pass needs of each row (inputs
+    Nothing that trains is before the first refiner block, so its first projections need no input gradient. The reference policy needs the forward
+    pass without LoRA. Bytes: each pass reads the base once, and what the backward pass needs of each row (inputs
     of the projections, q, k, v, the feed-forward's two halves) is written once and read once.
     """
     config, port = run.config, run.port
