@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from loudfail.golden.cases import degree_of
@@ -32,6 +32,8 @@ class Row:
         cosine: of the angle between the two; None where one of them is zero.
         bias: mean of ``now − then``, with its sign, relative to the root mean square of then.
         note: why numbers are missing: another shape or dtype, not there, not finite.
+        weakest: relative effect of the weakest known fault that reaches this probe; None: none does.
+        now: hash of what is there now, so that two verifications of one golden can be compared bit for bit; empty where nothing is.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Row:
     cosine: float | None = None
     bias: float | None = None
     note: str = ""
+    weakest: float | None = None
+    now: str = ""
 
     def __str__(self) -> str:
         if self.note or self.error is None:
@@ -129,25 +133,25 @@ def _row(probe: Probe, then: torch.Tensor, now: torch.Tensor | None) -> Row:
 
     if now is None:
         return Row(probe.name, "changed", note="is missing")
+    found = fingerprint(now)
+    row = Row(probe.name, "same", 0.0, probe.tolerance, probe.spread, 0.0, None, 0.0, weakest=probe.weakest, now=found)
+    unmeasured = replace(row, outcome="changed", error=None, max_abs=None, bias=None)
     if now.shape != then.shape or now.dtype != then.dtype:
-        return Row(probe.name, "changed", note=f"is {now.dtype} {tuple(now.shape)}, was {then.dtype} {tuple(then.shape)}")
+        return replace(unmeasured, tolerance=0.0, spread=0.0, note=f"is {now.dtype} {tuple(now.shape)}, was {then.dtype} {tuple(then.shape)}")
     if now.is_floating_point() and not bool(torch.isfinite(now).all()):
-        return Row(probe.name, "changed", tolerance=probe.tolerance, spread=probe.spread, note="is not finite")
-    if fingerprint(now) == probe.sha256:
-        return Row(probe.name, "same", 0.0, probe.tolerance, probe.spread, 0.0, None, 0.0)
+        return replace(unmeasured, note="is not finite")
+    if found == probe.sha256:
+        return row
     error = relative_error(now, then)
     a, b = then.double().reshape(-1), now.double().reshape(-1)
     size_a, size_b = a.norm().item(), b.norm().item()
-    inside = error <= probe.tolerance  # other bits with an error of zero: the two zeros, which are equal
-    return Row(
-        probe.name,
-        "drifted" if inside else "changed",
-        error,
-        probe.tolerance,
-        probe.spread,
-        (b - a).abs().max().item(),
-        (a @ b).item() / (size_a * size_b) if size_a and size_b else None,
-        (b - a).mean().item() / (size_a / math.sqrt(a.numel())) if size_a else math.copysign(math.inf, (b - a).mean().item()),
+    return replace(
+        row,
+        outcome="drifted" if error <= probe.tolerance else "changed",  # other bits with an error of zero: the two zeros, which are equal
+        error=error,
+        max_abs=(b - a).abs().max().item(),
+        cosine=(a @ b).item() / (size_a * size_b) if size_a and size_b else None,
+        bias=(b - a).mean().item() / (size_a / math.sqrt(a.numel())) if size_a else math.copysign(math.inf, (b - a).mean().item()),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loudfail.harness import options as opts
+from loudfail.harness.upgrade import add_arguments as add_upgrade_arguments
 
 HOLDS, VIOLATED, INTERRUPTED, USAGE, NOTHING = 0, 1, 2, 4, 5
 
@@ -70,6 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     require.add_argument("--port", metavar="PORT", help=f"{PORT_HELP}; may be left out for a port that is registered")
     opts.add_options(require, opts.PORT_OPTIONS)
     require.set_defaults(act=_require)
+
+    upgrade = verbs.add_parser(
+        "upgrade",
+        help="what other versions of the packages change",
+        description="Gate and goldens of a port here and in an environment beside this one with other versions; a drift table of what differs.",
+    )
+    add_upgrade_arguments(upgrade)
+    upgrade.set_defaults(act=_upgrade)
 
     new = verbs.add_parser("new", help="scaffold of a port", description="Write a port with its test and a CI workflow, ready to run.")
     new.add_argument("name", metavar="NAME", help="name of the model, such as my-model; a folder of that name is made")
@@ -321,6 +330,15 @@ def _require(parsed: argparse.Namespace) -> int:
     degrees = ", ".join(map(str, content["fingerprint"]["degrees"]))
     print(f"{parsed.certificate} fits: {content['port']}, TP {degrees}, {certified.get('dtype')}, {counts}")
     return HOLDS
+
+
+# -- upgrade ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _upgrade(parsed: argparse.Namespace) -> int:
+    from loudfail.harness import upgrade
+
+    return upgrade.run(parsed)
 
 
 # -- new -----------------------------------------------------------------------------------------------------------------------------------------

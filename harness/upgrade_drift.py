@@ -1,0 +1,303 @@
+"""What differs between the runs of two environments: statuses of checks, goldens probe by probe, interfaces that broke, seams, times.
+
+Everything here is a function of two records of `upgrade_run.measure`; nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from loudfail.harness.result import FAILING
+
+Run = Mapping[str, Any]
+#: From best to worst. ``conflict``: the versions do not go together, so nothing was run.
+Verdict = Literal["works", "drifted", "changed", "breaks", "conflict"]
+VERDICTS: tuple[Verdict, ...] = ("works", "drifted", "changed", "breaks", "conflict")
+#: Exceptions that say that an interface is not what it was: something to import, an attribute, an argument.
+API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "NameError", "NotImplementedError")
+#: A measurement that comes this many times closer to its bound than before, and within this part of it, is told though the check holds.
+CLOSER, NEAR = 10.0, 0.02
+_EXCEPTION = re.compile(r"(?:^|[\s:(])(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception))(?:: ([^\n]*))?")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def compare(before: Run, after: Run) -> dict[str, Any]:
+    """The drift between two runs.
+
+    Returns:
+        ``verdict``; ``first``: the sentence that decides it; ``checks``: counts by kind and a row for each check that differs; ``api``: broken
+        interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``closer``: checks that hold with less room;
+        ``timings``: seconds before and after; ``notes``: what is wrong before the upgrade already.
+    """
+    checks, api = _checks(before, after), _interfaces(before, after)
+    goldens = _goldens(before, after)
+    drift: dict[str, Any] = {
+        "checks": checks,
+        "api": api,
+        "goldens": goldens,
+        "seams_lost": sorted({seam for row in checks["rows"] if row["kind"] == "unavailable" for seam in row["seams"]}),
+        "closer": _closer(before, after),
+        "timings": _timings(before, after),
+        "notes": list(_notes(before)),
+    }
+    drift["verdict"], drift["first"] = _judge(drift, before, after)
+    return drift
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _results(run: Run) -> dict[str, Mapping[str, Any]]:
+    found = {}
+    for result in (run.get("gate") or {}).get("results") or []:
+        found[result["id"] + (f"[tp{result['degree']}]" if result.get("degree") is not None else "")] = result
+    return found
+
+
+def _kind(before: str, after: str | None, result: Mapping[str, Any] | None) -> str:
+    """How the status of a check differs."""
+    if after is None:
+        return "missing"
+    if after == before:
+        return "same"
+    if after == "error":
+        return "api" if result is not None and exception_of(result)[0] in API else "error"
+    return {"violated": "violated", "unavailable": "unavailable", "holds": "mended"}.get(after, "other")
+
+
+def _checks(before: Run, after: Run) -> dict[str, Any]:
+    old, new = _results(before), _results(after)
+    rows: list[dict[str, Any]] = []
+    counts: dict[str, int] = {}
+    for name, was in old.items():
+        now = new.get(name)
+        kind = _kind(was["status"], now["status"] if now else None, now)
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind == "same" or (now is None and not new):  # a gate that left no record is one broken interface, not as many as it has checks
+            continue
+        rows.append(
+            {
+                "name": name,
+                "link": name.partition("::")[0],
+                "claim": was.get("claim"),
+                "kind": kind,
+                "before": was["status"],
+                "after": now["status"] if now else "missing",
+                "got_before": was.get("got"),
+                "got": now.get("got") if now else None,
+                "bound": now.get("bound") if now else None,
+                "where": (now.get("where") if now else "") or "",
+                "message": _one_line(now) if now else "",
+                "seams": _seams(name),
+            }
+        )
+    return {"counts": counts, "total": len(old), "rows": rows, "links": _links(old, new)}
+
+
+def _links(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each link of the chain how many checks it has and how many of each kind."""
+    links: dict[str, dict[str, int]] = {}
+    for name, was in old.items():
+        kinds, now = links.setdefault(name.partition("::")[0], {}), new.get(name)
+        kind = _kind(was["status"], now["status"] if now else None, now)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [{"link": link, "kinds": kinds} for link, kinds in links.items()]
+
+
+def _seams(name: str) -> list[str]:
+    from loudfail.harness import registry
+
+    return next((list(one.seams) for one in registry.invariants() if one.id == re.sub(r"\[tp\d+\]$", "", name)), [])
+
+
+def _one_line(result: Mapping[str, Any]) -> str:
+    violation = result.get("violation") or {}
+    if violation:
+        return f"got {violation.get('got')}, want {violation.get('want')}" + (f", at {violation['where']}" if violation.get("where") else "")
+    return next(iter(str(result.get("message") or "").splitlines()), "")
+
+
+# -- interfaces ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def exception_of(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Class, message and place of the exception that ended a check: the last one of its message, else of its traceback."""
+    text = str(result.get("traceback") or "")
+    message = str(result.get("message") or "")
+    found = [*_EXCEPTION.finditer(text)] or [*_EXCEPTION.finditer(message)]
+    return (*_read(found[-1]), _place(text or message)) if found else ("", message, "")
+
+
+def _read(match: re.Match[str]) -> tuple[str, str]:
+    return match[1], (match[2] or "").strip()
+
+
+def _place(text: str) -> str:
+    """The deepest place in the packages that a traceback names: ``diffusers/models/attention.py:120, in forward``."""
+    frames = _FRAME.findall(text)
+    if not frames:
+        return ""
+    file, line, function = frames[-1]
+    return f"{file.partition('site-packages/')[2] or '/'.join(file.split('/')[-3:])}:{line}, in {function}"
+
+
+def _interfaces(before: Run, after: Run) -> list[dict[str, Any]]:
+    """Exceptions that are there after and not before, those with one cause together."""
+    old = _results(before)
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for name, result in _results(after).items():
+        if result["status"] != "error" or old.get(name, {}).get("status") == "error":
+            continue
+        kind, message, place = exception_of(result)
+        key = (kind, re.sub(r"0x[0-9a-f]+|rank \d+ of \d+", "…", message), place)
+        grouped.setdefault(key, []).append(name)
+    found = [
+        {"exception": kind, "message": message, "at": place, "api": kind in API, "checks": len(names), "first": names[0], "stage": "gate"}
+        for (kind, message, place), names in grouped.items()
+    ]
+    for stage, there in (("gate", "gate"), ("goldens", "goldens")):
+        if after.get(there) is None and before.get(there) is not None:
+            text = str(after.get(f"{stage}_error") or "")
+            matches = [*_EXCEPTION.finditer(text)]
+            kind, message = _read(matches[-1]) if matches else ("", next(iter(text.strip().splitlines()[-1:]), ""))
+            found.append(
+                {
+                    "exception": kind, "message": message, "at": _place(text), "api": kind in API, "stage": stage,
+                    "checks": len(old) if stage == "gate" else 0, "first": "",
+                }
+            )  # fmt: skip
+    return sorted(found, key=lambda one: (not one["api"], -one["checks"]))
+
+
+# -- goldens -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _goldens(before: Run, after: Run) -> list[dict[str, Any]]:
+    new = {one["name"]: one for one in after.get("goldens") or []}
+    return [_golden(one, new[one["name"]]) for one in before.get("goldens") or [] if one.get("probes") and one["name"] in new]
+
+
+def _golden(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """One golden, probe by probe: bit for bit as before, else by the tolerance of the golden."""
+    old = {probe["name"]: probe for probe in before["probes"]}
+    probes = [_probe(old.get(probe["name"]), probe) for probe in after.get("probes") or []]
+    probes += [{"name": name, "outcome": "changed", "note": "is missing"} for name in old if name not in {one["name"] for one in probes}]
+    outcomes = [probe["outcome"] for probe in probes]
+    outcome = next((one for one in ("changed", "drifted") if one in outcomes), "same") if probes else "changed"
+    first = next((probe for probe in probes if probe["outcome"] == outcome), None) if outcome != "same" else None
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for probe in probes:
+        groups.setdefault(str(probe["name"]).split(".")[0], []).append(probe)
+    return {
+        "name": after["name"],
+        "outcome": outcome,
+        "first": first,
+        "message": after.get("message") if not after.get("probes") else "",
+        "counts": {one: outcomes.count(one) for one in ("same", "drifted", "changed")},
+        "groups": [_group(name, members) for name, members in groups.items()],
+        "differing": [probe for probe in probes if probe["outcome"] != "same"],
+    }
+
+
+def _probe(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
+    same = before is not None and before["now"] == after["now"]
+    tolerance, error, weakest = (_number(after.get(key)) for key in ("tolerance", "error", "weakest"))
+    return {
+        "name": after["name"],
+        "outcome": "same" if same else "drifted" if after["outcome"] != "changed" else "changed",
+        "error": error,
+        "tolerance": tolerance,
+        "ratio": error / tolerance if error is not None and tolerance else None,
+        "weakest": weakest,
+        "to_weakest": weakest / error if weakest and error else None,
+        "bias": _number(after.get("bias")),
+        "note": after.get("note") or "",
+        "outside_before": before is not None and before["outcome"] == "changed",
+    }
+
+
+def _group(name: str, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The probes of one part of the chain, in the order of the data."""
+    ratios = [ratio for one in members if one["outcome"] != "same" and (ratio := one.get("ratio")) is not None]
+    worst = next((kind for kind in ("changed", "drifted") if any(one["outcome"] == kind for one in members)), "same")
+    return {"name": name, "outcome": worst, "count": len(members), "ratio": max(ratios, default=None)}
+
+
+def _number(value: object) -> float | None:
+    return None if value is None or isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # numbers, or "nan" and "inf" as text
+
+
+# -- the rest ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _closer(before: Run, after: Run) -> list[dict[str, Any]]:
+    old, found = _results(before), []
+    for name, now in _results(after).items():
+        was = old.get(name)
+        if was is None or not was["status"] == now["status"] == "holds":
+            continue
+        got, bound, earlier = _number(now.get("got")), _number(now.get("bound")), _number(was.get("got"))
+        if got and bound and earlier is not None and got / bound > NEAR and got > CLOSER * earlier:
+            found.append({"name": name, "before": earlier, "got": got, "bound": bound})
+    return sorted(found, key=lambda row: -row["got"] / row["bound"])
+
+
+def _timings(before: Run, after: Run) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for what in ("gate", "goldens"):
+        was, now = before["seconds"].get(what), after["seconds"].get(what)
+        complete = after.get(what) is not None and before.get(what) is not None
+        found[what] = {"before": was, "after": now, "ratio": now / was if was and now and complete else None}
+    return found
+
+
+def _notes(before: Run) -> Iterator[str]:
+    if before.get("gate") is None:
+        yield f"the gate does not run before the upgrade: {str(before.get('gate_error')).splitlines()[-1]}"
+    failing = sorted(name for name, result in _results(before).items() if result["status"] in FAILING)
+    if failing:
+        yield f"{len(failing)} checks fail before the upgrade already, {failing[0]} first; compare from a state that holds"
+    outside = [one["name"] for one in before.get("goldens") or [] if one["outcome"] == "changed" and one.get("probes")]
+    if outside:
+        yield f"{', '.join(outside)}: outside the recorded tolerance before the upgrade already; record the goldens again"
+    if before.get("goldens") is None:
+        yield f"no goldens were compared: {next(iter(str(before.get('goldens_error')).strip().splitlines()[-1:]), '')}"
+
+
+def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, str]:
+    """The verdict, and the sentence that gives the first reason for it."""
+    if api := drift["api"]:
+        one = api[0]
+        stopped = f" stops {one['checks']} checks" if one["checks"] else ""
+        place = f" ({one['at']})" if one["at"] else ""
+        return "breaks", f"{one['exception'] or one['stage']}: {one['message']}{place}{stopped}"
+    rows = drift["checks"]["rows"]
+    for kind in ("missing", "error", "unavailable"):
+        if some := [row for row in rows if row["kind"] == kind]:
+            return "breaks", f"{some[0]['name']} is {some[0]['after']}: {some[0]['message']} ({len(some)} checks)"
+    changed = [golden for golden in drift["goldens"] if golden["outcome"] == "changed"]
+    said = []
+    if changed:
+        said.append(f"golden {changed[0]['name']}: {_say(changed[0]['first'])}" if changed[0]["first"] else f"{changed[0]['name']}: changed")
+    if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
+        said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}")
+    if said:
+        return "changed", "; ".join(said)
+    drifted = [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]
+    if drifted:
+        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}"
+    same = sum(golden["counts"]["same"] for golden in drift["goldens"])
+    return "works", f"{drift['checks']['total']} checks as before" + (f", {same} probes bit for bit" if same else "")
+
+
+def _say(probe: Mapping[str, Any]) -> str:
+    """``actor.base.video is off by 3e-7, 0.2 of its tolerance; the weakest known fault is 900 times larger``."""
+    if probe.get("error") is None:
+        return f"{probe['name']} {probe.get('note')}"
+    text = f"{probe['name']} is off by {probe['error']:.2g}"
+    text += (
+        f", {probe['ratio']:.2g} of its tolerance" if probe.get("ratio") is not None else ", and was the same in every run" if probe["error"] else ""
+    )
+    return text + (f"; the weakest known fault here is {probe['to_weakest']:.2g} times that" if probe.get("to_weakest") else "")
