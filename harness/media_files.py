@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -16,22 +17,38 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-def save_media(media: Media, path: str | Path) -> None:
-    """Write frames, waveform and both rates to an ``.npz``, bit for bit; what a logged reward is recomputed from."""
-    np.savez_compressed(
-        path, frames=media.video.frames, fps=np.float64(media.video.fps), waveform=media.audio.waveform, sample_rate=np.int64(media.audio.sample_rate)
-    )
+def save_media(media: Any, path: str | Path) -> None:
+    """Write every part of a sample with its rate to an ``.npz``, bit for bit; what a logged reward is recomputed from.
+
+    Args:
+        media: `Media`, or another dataclass whose fields are `Video` or `Audio`.
+        path: of the file.
+    """
+    arrays: dict[str, Any] = {}
+    for part in fields(media):
+        value = getattr(media, part.name)
+        if isinstance(value, Video):
+            arrays |= {f"{part.name}/frames": value.frames, f"{part.name}/fps": np.float64(value.fps)}
+        else:
+            arrays |= {f"{part.name}/waveform": value.waveform, f"{part.name}/sample_rate": np.int64(value.sample_rate)}
+    np.savez_compressed(path, **arrays)
 
 
-def load_media(path: str | Path) -> Media:
-    """Read what `save_media` wrote.
+def load_media(path: str | Path, kind: type = Media) -> Any:
+    """Read what `save_media` wrote, as a sample of that class.
 
     Raises:
         KeyError: the file lacks a part.
         ValueError: a part does not fit (see `Media`).
     """
+    parts: dict[str, Video | Audio] = {}
     with np.load(path, allow_pickle=False) as file:
-        return Media(Video(file["frames"], float(file["fps"])), Audio(file["waveform"], int(file["sample_rate"])))
+        for part in fields(kind):
+            if f"{part.name}/frames" in file:
+                parts[part.name] = Video(file[f"{part.name}/frames"], float(file[f"{part.name}/fps"]))
+            else:
+                parts[part.name] = Audio(file[f"{part.name}/waveform"], int(file[f"{part.name}/sample_rate"]))
+    return kind(**parts)
 
 
 def write_mp4(media: Media, path: str | Path) -> None:

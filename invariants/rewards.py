@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -62,6 +63,28 @@ class Clip:
         wavy = np.cos(2 * np.pi * (turns[0] * y[..., None] + turns[1] * x[..., None] + phase + shift))
         pixels = np.clip(60 + 90 * shift + 50 * wavy + 40 * random.random(3), 0, 255).astype(np.uint8)
         return Media(Video(pixels, fps), Audio(wave, self.rate))
+
+    def sample(self, port: Port) -> Any:
+        """`media` as a sample of the port: a part for each modality, of the kind that it decodes to; two parts of one kind differ."""
+        item, places = template(port), dict[type, int]()
+        for modality in port.modalities:
+            kind = type(getattr(item, modality))
+            place = places[kind] = places.get(kind, -1) + 1
+            made = (replace(self, seed=self.seed + 7919 * place) if place else self).media()
+            item = with_part(item, modality, next(part for part in (made.video, made.audio) if isinstance(part, kind)))
+        return item
+
+
+_templates: WeakKeyDictionary[Port, Any] = WeakKeyDictionary()
+
+
+def template(port: Port) -> Any:
+    """One decoded sample of the port, for the kinds of its parts; decoded once."""
+    if port not in _templates:
+        case = smallest(port, seed=70)
+        with torch.no_grad():
+            _templates[port] = port.decode(case.normal("clean", port.shapes(case)))[0]
+    return _templates[port]
 
 
 def clips(least: int, most: int) -> Callable[[Port], Any]:
@@ -289,7 +312,7 @@ def editing_one_part_moves_exactly_the_scores_that_depend_on_it(port: Port, clip
 
     One batch holds two samples and all their edits. Sees a part of which only its beginning, its loudness or its first frame counts.
     """
-    reward, items = port.reward(), [one.media() for one in clip]
+    reward, items = port.reward(), [one.sample(port) for one in clip]
     edits = [(m, name, change) for m in port.modalities for name, change in EDITS[type(getattr(items[0], m))].items()]
     batch = [*items, *(with_part(item, m, change(getattr(item, m))) for m, _, change in edits for item in items)]
     scores, count = reward.score(batch, [PROMPTS[0]] * len(batch)), len(items)
@@ -305,7 +328,7 @@ def both_channels_of_the_sound_are_heard_alike(port: Port, clip: list[Clip]) -> 
     Scorers here mix both channels down. One that took the first channel alone would never hear half of a stereo model's output.
     Does not cover: the stereo image, which a monitor reports.
     """
-    reward, items = port.reward(), [replace(one, stereo=True).media() for one in clip]
+    reward, items = port.reward(), [replace(one, stereo=True).sample(port) for one in clip]
     for modality in (m for m in port.modalities if isinstance(getattr(items[0], m), Audio)):
         changes = {"both": lambda part: part, "exchanged": EXCHANGED, **ONE_CHANNEL}
         batch = [with_part(item, modality, change(getattr(item, modality))) for change in changes.values() for item in items]
@@ -325,7 +348,7 @@ def a_sample_scores_the_same_alone_in_any_order_and_again(port: Port, clip: list
     """
     reward = port.reward()
     clip = [*clip, Clip(clip[0].seed + 1, seconds=2.7)]  # one is always longer than a small scorer's window
-    media, prompts = [one.media() for one in clip], list(PROMPTS[: len(clip)])
+    media, prompts = [one.sample(port) for one in clip], list(PROMPTS[: len(clip)])
     whole = reward.score(media, prompts)
     require_same(reward.score(media, prompts), whole, where="asked again")
     for index, (item, prompt) in enumerate(zip(media, prompts, strict=True)):
@@ -360,7 +383,7 @@ def the_same_sound_at_another_rate_scores_the_same(port: Port, seed: int) -> Non
     A waveform at one rate passed to a model made for another gives plausible scores. Oracle: three band-limited signals, computed at each rate. Root
     mean squares over them, since the effect of a wrong label on a single one may come out small by chance.
     """
-    reward, picture = port.reward(), Clip(seed).media()
+    reward, picture = port.reward(), Clip(seed).sample(port)
     rates, seeds = (32_000, 24_000, 44_100), (seed, seed + 1, seed + 2)
     for modality in (m for m in port.modalities if isinstance(getattr(picture, m), Audio)):
         honest = [with_part(picture, modality, rustle(one, rate)) for rate in rates for one in seeds]
@@ -467,7 +490,7 @@ def a_tone_arrives_at_every_audio_model_with_its_frequency_and_level(port: Port,
     Read off by a spy at the models' inputs. Sees a skipped resampling, a wrong or missing rate, transposed or interleaved channels, an unscaled
     integer range, a window of silence. Oracle: the spectrum of a known sine, and the published mel scales.
     """
-    reward, item = port.reward(), Clip(tone.seed).media()
+    reward, item = port.reward(), Clip(tone.seed).sample(port)
     for modality in (m for m in port.modalities if isinstance(getattr(item, m), Audio)):
         item = with_part(item, modality, tone.audio())
     heard = 0
@@ -536,7 +559,7 @@ def frames_arrive_at_every_video_model_unscrambled(port: Port, colour: tuple[int
     Read off by a spy. Sees channels first taken for channels last, BGR, transposed or flipped pictures, pixels scaled twice or not at all, and a
     still in the place of a video. Oracle: the pixels that were put in, and the published normalization.
     """
-    reward, item = port.reward(), Clip(5).media()
+    reward, item = port.reward(), Clip(5).sample(port)
     frames = np.zeros((8, 32, 32, 3), np.int64) + np.array(colour) + 5 * np.arange(8)[:, None, None, None]
     frames[:, 16:] += 40
     for modality in (m for m in port.modalities if isinstance(getattr(item, m), Video)):
@@ -572,7 +595,7 @@ def different_prompts_arrive_as_different_ids(port: Port, prompts: list[str]) ->
 
     A tokenizer whose files are missing gives every prompt the same two ids, without a word. Read off by a spy; oracle: the order when asked reversed.
     """
-    reward, item = port.reward(), Clip(6).media()
+    reward, item = port.reward(), Clip(6).sample(port)
     forward, backward = (arrivals(reward, [item] * len(prompts), some) for some in (prompts, prompts[::-1]))
     seen = 0
     for one, other in zip(forward, backward, strict=True):
@@ -597,7 +620,7 @@ def the_total_is_the_weighted_sum_of_every_subscore(port: Port, clip: list[Clip]
     of the weighted sum, in float64.
     """
     reward = port.reward()
-    scores = reward.score([one.media() for one in clip], list(PROMPTS[: len(clip)]))
+    scores = reward.score([one.sample(port) for one in clip], list(PROMPTS[: len(clip)]))
     require(set(scores) == set(reward.outputs), got=sorted(scores), want=sorted(reward.outputs), where="sub-scores")
     names = sorted(set(reward.outputs) - {"total"})
     require(sorted(reward.weights) == names, got=sorted(reward.weights), want=names, where="weights")
@@ -623,7 +646,7 @@ def saved_media_scores_what_was_logged(port: Port) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for index, one in enumerate(media):
             media_files.save_media(one, Path(folder) / f"{index}.npz")
-            again.append(media_files.load_media(Path(folder) / f"{index}.npz"))
+            again.append(media_files.load_media(Path(folder) / f"{index}.npz", type(one)))
     require_same(reward.score(again, prompts), logged, where="saved and read again")
 
 
@@ -636,7 +659,7 @@ def a_model_that_fails_is_an_error_and_never_a_score(port: Port) -> None:
     fail by hooks on the real modules, one after the other.
     """
     reward = port.reward()
-    media, prompts = [Clip(7).media()], [PROMPTS[0]]
+    media, prompts = [Clip(7).sample(port)], [PROMPTS[0]]
     models = reward.models()
     if not models:
         raise Unavailable(f"no model among the scorers; missing: {dict(reward.missing) or 'nothing'}")
@@ -652,8 +675,8 @@ def what_cannot_be_scored_is_an_error_and_never_a_score(port: Port) -> None:
 
     Silence in the place of a missing waveform, and an empty prompt, are scored by any model without complaint.
     """
-    reward, item = port.reward(), Clip(9).media()
-    other = Clip(10).media()
+    reward, item = port.reward(), Clip(9).sample(port)
+    other = Clip(10).sample(port)
     needed = frozenset().union(*dependence(reward).values())
     for modality in (m for m in port.modalities if m in needed):
         lacking = _Lacking({m: None if m == modality else getattr(item, m) for m in port.modalities})

@@ -1,0 +1,75 @@
+"""Ports that no one here has in mind: an odd model of three modalities, a trainer's own stack that is wrapped without being moved, and a new port
+that is made wrong in the ways in which new ports are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oddport import OddPort
+
+from loudfail.harness import killmatrix, portcheck, registry, runner
+from loudfail.harness.case import smallest
+
+INVARIANTS = registry.invariants()
+#: One of each kind that has to do with there being several modalities, with their levels, signs and places, and with who scores them.
+ODD_FAULTS = (
+    "schedule::both_modalities_walk_the_videos_schedule",
+    "conventions::sigma_is_passed_as_the_data_fraction",
+    "conventions::the_audios_velocity_is_not_negated",
+    "conventions::audio_rows_are_told_the_videos_level",
+    "packing::rows_are_rolled_by_one_when_packed",
+    "adapters::the_old_policy_is_the_training_one",
+    "rewards::the_total_is_the_videos_only",
+    "objective::one_modality_is_left_out",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def odd() -> OddPort:
+    return OddPort()
+
+
+def require_clean(port: Any, degrees: tuple[int, ...] = (1, 2)) -> dict[str, int]:
+    """Every invariant holds or is not covered; how many of each."""
+    portcheck.check_port(port)
+    counts: dict[str, int] = {}
+    for invariant in INVARIANTS:
+        for degree in degrees if invariant.per_degree else (None,):
+            result = runner.run(invariant, port, degree, shrink=False)
+            assert result.status in ("holds", "uncovered", "unavailable"), f"{result.name}: {result.violation or result.message}\n{result.traceback}"
+            counts[result.status] = counts.get(result.status, 0) + 1
+    return counts
+
+
+def test_three_interleaved_modalities_hold_every_invariant(odd: OddPort) -> None:
+    counts = require_clean(odd)
+    assert counts["holds"] >= 120
+
+
+@pytest.mark.parametrize("name", ODD_FAULTS)
+def test_a_fault_is_caught_on_three_modalities(odd: OddPort, name: str) -> None:
+    fault = next(one for one in registry.faults() if one.id == name)
+    kill = killmatrix.kill(fault, odd, INVARIANTS, (1, 2))
+    assert kill.outcome == "caught", f"{kill.outcome}: {kill.message}"
+
+
+@pytest.mark.parametrize("deaf", OddPort.modalities)
+def test_each_modality_must_reach_its_scorer(odd: OddPort, deaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scorers are given one and the same part for every sample, one modality at a time: whichever it is, it is named."""
+    right, same = odd.judged.score, odd.decode({m: torch.zeros(1, *s) for m, s in odd.shapes(smallest(odd)).items()})[0]
+    monkeypatch.setattr(odd.judged, "score", lambda media, prompts: right([replace(m, **{deaf: getattr(same, deaf)}) for m in media], prompts))
+    invariant = next(i for i in INVARIANTS if i.id == "rewards::every_modality_and_the_prompt_reach_the_total")
+    result = runner.run(invariant, odd, shrink=False)
+    assert result.status == "violated" and result.violation is not None and f"{deaf} exchanged" in result.violation["where"]
