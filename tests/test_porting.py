@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oddport import OddPort
+from wrapped_stack import Existing
 
 from loudfail.harness import killmatrix, portcheck, registry, runner
 from loudfail.harness.case import smallest
@@ -73,3 +74,57 @@ def test_each_modality_must_reach_its_scorer(odd: OddPort, deaf: str, monkeypatc
     invariant = next(i for i in INVARIANTS if i.id == "rewards::every_modality_and_the_prompt_reach_the_total")
     result = runner.run(invariant, odd, shrink=False)
     assert result.status == "violated" and result.violation is not None and f"{deaf} exchanged" in result.violation["where"]
+
+
+# -- an existing stack -------------------------------------------------------------------------------------------------------------------------
+class PassesSigma(Existing):
+    """Its batch wants a data fraction and gets sigma."""
+
+    def batch(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        return super().batch(latents, {m: 1 - s for m, s in sigmas.items()}, conditions)
+
+
+class HandsOnTheirSign(Existing):
+    """Their output is handed on as it is."""
+
+    def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        return {m: -v for m, v in super().predict_velocity(latents, sigmas, conditions).items()}
+
+
+class LosesAlpha(Existing):
+    """The worker is told no scale."""
+
+    def engine(self, degree: int) -> Any:
+        engine = super().engine(degree)
+        load, engine.worker.load_lora = type(engine.worker).load_lora, lambda tensors, scale: load(engine.worker, tensors, 1.0)
+        return engine
+
+
+class JudgesSilence(Existing):
+    """The wrapper looks for the sound where there is none."""
+
+    def reward(self) -> Any:
+        reward = super().reward()
+        score, still = reward.score, self.decode({m: torch.zeros(1, *s) for m, s in self.shapes(smallest(self)).items()})[0].audio
+        reward.score = lambda media, prompts: score([replace(m, audio=still) for m in media], prompts)
+        return reward
+
+
+def test_an_existing_stack_is_wrapped_and_holds() -> None:
+    counts = require_clean(Existing(), degrees=(1,))
+    assert counts["holds"] >= 60
+
+
+@pytest.mark.parametrize(
+    ("wrong", "claim"),
+    [
+        (PassesSigma, "conventions::the_velocity_is_that_of_the_vendors_loop"),
+        (HandsOnTheirSign, "conventions::the_velocity_is_that_of_the_vendors_loop"),
+        (LosesAlpha, "sync::every_projection_reaches_the_rollout"),
+        (JudgesSilence, "rewards::every_modality_and_the_prompt_reach_the_total"),
+    ],
+    ids=lambda one: one.__name__ if isinstance(one, type) else "",
+)
+def test_a_mistake_in_wrapping_is_seen(wrong: type[Existing], claim: str) -> None:
+    invariant = next(i for i in INVARIANTS if i.id == claim)
+    assert runner.run(invariant, wrong(), 1 if invariant.per_degree else None, shrink=False).status == "violated"
