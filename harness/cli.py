@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -238,7 +238,7 @@ def _list(parsed: argparse.Namespace) -> int:
         if parsed.id not in both:
             return _complain(str(registry.nearest(parsed.id, both, "invariant or fault")))
         chosen = {name: one[parsed.id] for name, one in (("invariant", records), ("fault", broken)) if parsed.id in one}
-        print(json.dumps(chosen, indent=1, ensure_ascii=False) if parsed.json else "\n\n".join(_full(one) for one in chosen.values()))
+        print(json.dumps(chosen, indent=1, ensure_ascii=False) if parsed.json else "\n\n".join(_full(one, both) for one in chosen.values()))
         return HOLDS
     if parsed.json:
         record = {"schema": "loudfail.list/1", "ports": registry.ports(), "invariants": list(records.values()), "faults": list(broken.values())}
@@ -256,14 +256,14 @@ def _list(parsed: argparse.Namespace) -> int:
     return HOLDS
 
 
-def _full(record: dict[str, Any]) -> str:
-    """A record for people: its docstring, then the other fields."""
+def _full(record: dict[str, Any], known: Mapping[str, Mapping[str, Any]]) -> str:
+    """A record for people: its docstring, the other fields, and with their claims the faults that break it or the invariants that catch it."""
     lines = [record["id"], "", record["doc"], ""]
-    lines += [
-        f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in record.items()
-        if key not in ("id", "claim", "doc")
-    ]
+    for key, value in record.items():
+        if key in ("broken_by", "catches"):
+            lines += [f"{key.replace('_', ' ')}: {len(value)}", *(f"  {name}\n      {known[name]['claim']}" for name in value)]
+        elif key not in ("id", "claim", "doc"):
+            lines.append(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
     return "\n".join(lines)
 
 
