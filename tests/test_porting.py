@@ -3,8 +3,11 @@ that is made wrong in the ways in which new ports are wrong."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -128,3 +131,26 @@ def test_an_existing_stack_is_wrapped_and_holds() -> None:
 def test_a_mistake_in_wrapping_is_seen(wrong: type[Existing], claim: str) -> None:
     invariant = next(i for i in INVARIANTS if i.id == claim)
     assert runner.run(invariant, wrong(), 1 if invariant.per_degree else None, shrink=False).status == "violated"
+
+
+# -- the page that leads through it ------------------------------------------------------------------------------------------------------------
+PAGE = Path(__file__).parent.parent / "docs" / "porting.md"
+
+
+def test_what_the_page_quotes_is_in_the_files() -> None:
+    """Python on the page that names its file is part of that file, line after line; every fault and claim of the page exists."""
+    text = PAGE.read_text(encoding="utf-8")
+    quotes = re.findall(r"^( *)```python\n\1# (\S+)\n(.*?)\n\1```", text, re.S | re.M)
+    assert len(quotes) == 5
+    for _, name, code in quotes:
+        source = (PAGE.parent.parent / name).read_text(encoding="utf-8")
+        for part in code.split("\n\n"):
+            assert dedent(part) in _without_margin(source), f"{name} has no such lines:\n{part}"
+    known = {one.id for one in (*INVARIANTS, *registry.faults())}
+    named = set(re.findall(r"\b(?:" + "|".join(registry.CHAIN) + r")::\w+", text))
+    assert len(named) >= 20 and named <= known, named - known
+
+
+def _without_margin(source: str) -> str:
+    """A file with every indented block also at the margin, so that a quoted method is found as it is quoted."""
+    return "\n".join((source, *(re.sub(rf"^ {{{n}}}", "", source, flags=re.M) for n in (4, 8))))
