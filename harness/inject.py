@@ -130,3 +130,24 @@ def in_ranks(port: Port, enter: Callable[..., AbstractContextManager[Any]], argu
             if opened.world.alive:
                 fired.count += opened.unpatch()
                 restore(opened)
+
+
+@contextlib.contextmanager
+def in_engines(port: Port, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """`replace` a method of every engine that the port opens meanwhile, whatever its class: on this side of the ranks."""
+    original: Callable[[int], Any] = port.engine
+    patched: set[int] = set()
+    with contextlib.ExitStack() as stack:
+
+        def engine(degree: int) -> Any:
+            opened = original(degree)
+            if id(opened) not in patched:
+                patched.add(id(opened))
+                stack.enter_context(replace(opened, name, make))
+            return opened
+
+        port.engine = engine  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del port.engine

@@ -85,6 +85,7 @@ def check_engine(port: Port, degree: int) -> None:
     """
     with _calling(f"engine({degree})"):
         engine = port.engine(degree)
+        _need(port.engine(degree) is engine, f"engine({degree}) makes another one at each call; make it once and keep it")
     wanted = [name for name in vars(Rollout) if not name.startswith("_") and callable(getattr(Rollout, name))]
     lacking = [name for name in wanted if not callable(getattr(engine, name, None))]
     _need(not lacking, f"engine({degree}) lacks {', '.join(lacking)}; see loudfail.harness.port.Rollout")
@@ -267,6 +268,7 @@ def _check_media(port: Port, case: Case, latents: Mapping[str, Any]) -> None:
                 reward = port.reward()
             except Unavailable:
                 return
+            _need(port.reward() is reward, "reward() makes another one at each call; make it once and keep it")
         with _calling("reward().score"):
             scores = reward.score(media, case.prompts)
             _check_keys("reward().score", scores, list(reward.outputs))

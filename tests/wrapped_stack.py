@@ -21,6 +21,7 @@ class Existing(Port):
     def __init__(self, **options):
         super().__init__(**options)
         self.stack, self.engines = ExistingTrainer(), {}
+        self.rewards = Rewards()
         self.select_trainable("default")
 
     # -- objective: their batch has t = 1 − sigma, their output is x0 − noise
@@ -131,7 +132,7 @@ class Existing(Port):
         return [Media(Video(p.numpy(), 8.0), Audio(w.numpy(), 1200)) for p, w in zip(pixels, waves, strict=True)]
 
     def reward(self):
-        return Rewards()
+        return self.rewards
 
 
 class Engine:

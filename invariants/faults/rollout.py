@@ -10,6 +10,7 @@ import torch
 from loudfail.harness import inject
 from loudfail.harness.port import Port, Step, Trajectory
 from loudfail.harness.registry import fault
+from loudfail.invariants.faults.sync import fused
 
 VELOCITY = "rollout::the_base_velocity_is_the_actors"
 EFFECT = "rollout::the_adapters_effect_is_the_actors"
@@ -39,7 +40,7 @@ def label_is_sigma() -> Any:
     return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: 1 - v for m, v in s.items()}, c))
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383")
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383", unless=fused)
 def the_engine_is_told_the_data_fraction(port: Port) -> Iterator[None]:
     """The engine's time label runs the other way than the actor's."""
     with inject.in_ranks(port, label_is_sigma):
@@ -50,7 +51,7 @@ def sign_is_data_ward() -> Any:
     return _engine_velocity(lambda original, *args: {m: -v for m, v in original(*args).items()})
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383; splitmeanflow #2")
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383; splitmeanflow #2", unless=fused)
 def the_engines_velocity_is_reversed(port: Port) -> Iterator[None]:
     """The engine's raw output is used without the sign change that its convention needs."""
     with inject.in_ranks(port, sign_is_data_ward):
@@ -61,7 +62,7 @@ def one_sigma_for_the_batch() -> Any:
     return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: v[:1].expand(len(v)) for m, v in s.items()}, c))
 
 
-@fault("objective", "engine", "adapter", catches=[BATCH, VELOCITY], source="diffusers #14355; FastVideo PR #885")
+@fault("objective", "engine", "adapter", catches=[BATCH, VELOCITY], source="diffusers #14355; FastVideo PR #885", unless=fused)
 def every_sample_gets_the_first_ones_sigma(port: Port) -> Iterator[None]:
     """The batch is denoised at the noise level of its first sample."""
     with inject.in_ranks(port, one_sigma_for_the_batch):
@@ -75,7 +76,7 @@ def last_rank_drifts() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", catches=[RANKS], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4))
+@fault("objective", "engine", catches=[RANKS], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4), unless=fused)
 def one_rank_returns_something_else(port: Port) -> Iterator[None]:
     """The last rank's result differs by a thousandth; the driver reads rank 0."""
     with inject.in_ranks(port, last_rank_drifts):
@@ -90,7 +91,7 @@ def rows_of_ranks_mix() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", catches=[RANKS], degrees=(1,))
+@fault("objective", "engine", catches=[RANKS], degrees=(1,), unless=fused)
 def the_single_rank_returns_nan(port: Port) -> Iterator[None]:
     """At tensor parallel 1 the velocity is not a number."""
     with inject.in_ranks(port, rows_of_ranks_mix):
@@ -193,24 +194,20 @@ def video_positions_ignore_the_prompts_length(port: Port) -> Iterator[None]:
         yield
 
 
-def _recorded(change: Any) -> Any:
-    """Patch what the driver gets back from a rollout (the driver side of the engine)."""
-    from loudfail.harness.engines.vllm_omni import VllmOmniRollout
-
-    return inject.replace(
-        VllmOmniRollout, "rollout", lambda original: lambda self, noise, calls, conditions: change(original, self, noise, calls, conditions)
-    )
+def _recorded(port: Port, change: Any) -> Any:
+    """Patch what the driver gets back from a rollout (the driver side of the engine): ``change(original, noise, calls, conditions)``."""
+    return inject.in_engines(port, "rollout", lambda original: lambda noise, calls, conditions: change(original, noise, calls, conditions))
 
 
 @fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], source="verl-omni issue #280")
 def sigmas_are_recorded_one_step_late(port: Port) -> Iterator[None]:
     """Each recorded step carries the sigma of the step before."""
 
-    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
-        steps = original(self, noise, calls, conditions).steps
+    def change(original: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        steps = original(noise, calls, conditions).steps
         return Trajectory([Step(s.latents, before.sigmas, s.velocity, s.after) for s, before in zip(steps, [steps[0], *steps[:-1]], strict=True)])
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -221,7 +218,7 @@ def latents_are_recorded_after_the_step(port: Port) -> Iterator[None]:
     def change(original: Any, *args: Any) -> Trajectory:
         return Trajectory([Step(s.after, s.sigmas, s.velocity, s.after) for s in original(*args).steps])
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -233,14 +230,14 @@ def the_last_step_is_recorded_twice(port: Port) -> Iterator[None]:
         steps = original(*args).steps
         return Trajectory([*steps[:-2], steps[-1], steps[-1]])
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
 @fault("objective", "engine", "adapter", catches=[REPLAY], source="verl-omni issue #280, PR #279")
 def the_rollout_makes_one_call_less(port: Port) -> Iterator[None]:
     """A step count is adjusted once too often: N − 1 model calls."""
-    with _recorded(lambda original, self, noise, calls, conditions: original(self, noise, calls - 1, conditions)):
+    with _recorded(port, lambda original, noise, calls, conditions: original(noise, calls - 1, conditions)):
         yield
 
 
@@ -248,10 +245,10 @@ def the_rollout_makes_one_call_less(port: Port) -> Iterator[None]:
 def the_rollout_adds_noise_of_its_own(port: Port) -> Iterator[None]:
     """Hidden randomness: the given noise is mixed with fresh noise."""
 
-    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
-        return original(self, {m: v + 0.01 * torch.randn_like(v) for m, v in noise.items()}, calls, conditions)
+    def change(original: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        return original({m: v + 0.01 * torch.randn_like(v) for m, v in noise.items()}, calls, conditions)
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -259,11 +256,11 @@ def the_rollout_adds_noise_of_its_own(port: Port) -> Iterator[None]:
 def every_rollout_starts_from_one_seed(port: Port) -> Iterator[None]:
     """The given noise is ignored; each rollout draws from the same seed."""
 
-    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+    def change(original: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
         generator = torch.Generator().manual_seed(0)
-        return original(self, {m: torch.randn(v.shape, generator=generator) for m, v in noise.items()}, calls, conditions)
+        return original({m: torch.randn(v.shape, generator=generator) for m, v in noise.items()}, calls, conditions)
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -271,12 +268,12 @@ def every_rollout_starts_from_one_seed(port: Port) -> Iterator[None]:
 def the_last_modality_starts_from_one_seed(port: Port) -> Iterator[None]:
     """Only the last modality ignores its noise."""
 
-    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+    def change(original: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
         fixed = port.modalities[-1]
         drawn = torch.randn(noise[fixed].shape, generator=torch.Generator().manual_seed(0))
-        return original(self, dict(noise) | {fixed: drawn}, calls, conditions)
+        return original(dict(noise) | {fixed: drawn}, calls, conditions)
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -284,7 +281,7 @@ def rounded_to_bfloat16() -> Any:
     return _engine_velocity(lambda original, *args: {m: v.bfloat16().float() for m, v in original(*args).items()})
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291")
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291", unless=fused)
 def the_engine_answers_in_bfloat16(port: Port) -> Iterator[None]:
     """The engine's velocity is rounded to bfloat16 on its way out."""
     with inject.in_ranks(port, rounded_to_bfloat16):
@@ -320,7 +317,7 @@ def lora_off_at_low_noise() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", "adapter", catches=[LEVELS], source="vllm-omni step caches; own")
+@fault("objective", "engine", "adapter", catches=[LEVELS], source="vllm-omni step caches; own", unless=fused)
 def the_adapter_is_off_at_low_noise(port: Port) -> Iterator[None]:
     """Below sigma 0.1 the engine computes without the adapter."""
     with inject.in_ranks(port, lora_off_at_low_noise):
@@ -336,7 +333,7 @@ def lora_off_for_long_sequences() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", "adapter", catches=[LONG])
+@fault("objective", "engine", "adapter", catches=[LONG], unless=fused)
 def the_adapter_is_off_for_long_prompts(port: Port) -> Iterator[None]:
     """With more than 128 prompt tokens the engine takes a path without the adapter."""
     with inject.in_ranks(port, lora_off_for_long_sequences):
@@ -372,7 +369,7 @@ def a_long_rollout_reuses_a_velocity(port: Port) -> Iterator[None]:
         steps = original(*args).steps
         return Trajectory([*steps[:10], *(Step(s.latents, s.sigmas, steps[9].velocity, s.after) for s in steps[10:])])
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 
@@ -380,10 +377,10 @@ def a_long_rollout_reuses_a_velocity(port: Port) -> Iterator[None]:
 def rollouts_of_a_batch_share_the_second_prompt(port: Port) -> Iterator[None]:
     """From the third sample on, a batch of rollouts uses the second sample's conditions."""
 
-    def change(original: Any, self: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
-        return original(self, noise, calls, [conditions[min(index, 1)] for index in range(len(conditions))])
+    def change(original: Any, noise: Any, calls: int, conditions: Any) -> Trajectory:
+        return original(noise, calls, [conditions[min(index, 1)] for index in range(len(conditions))])
 
-    with _recorded(change):
+    with _recorded(port, change):
         yield
 
 

@@ -25,6 +25,11 @@ VELOCITY = "rollout::the_base_velocity_is_the_actors"
 # -- upstream's LoRA layers and manager -----------------------------------------------------------------------------------------------------
 
 
+def fused(port: Port) -> str:
+    """Why the ranks of its engine have none of the parts that these break."""
+    return "" if hasattr(port, "fused") else "its engine is none of a fused model that Loudfail hands over to"
+
+
 def _packed_layers() -> type:
     from vllm_omni.diffusion.lora.layers import DiffusionMergedColumnParallelLinearWithLoRA
 
@@ -81,7 +86,7 @@ def nothing_is_bound() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", lambda original: lambda self, model, scale: None)
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm #39278; vllm-omni #7190")
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm #39278; vllm-omni #7190", unless=fused)
 def the_adapter_registers_and_binds_to_nothing(port: Port) -> Iterator[None]:
     """The manager registers and activates the adapter and binds it to no layer, as releases before 0.30 did when no name matched."""
     with inject.in_ranks(port, nothing_is_bound):
@@ -100,7 +105,7 @@ def slices_of_rank_zero() -> Any:
     return inject.replace(MergedColumnParallelLinearWithLoRA, "slice_lora_b", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm #45691, #45715", degrees=(2, 4))
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm #45691, #45715", degrees=(2, 4), unless=fused)
 def every_rank_takes_the_first_shard(port: Port) -> Iterator[None]:
     """Fused column-parallel layers cut rank 0's rows out of B in every rank."""
     with inject.in_ranks(port, slices_of_rank_zero):
@@ -122,7 +127,7 @@ def contiguous_chunk() -> Any:
     return inject.replace(MergedColumnParallelLinearWithLoRA, "slice_lora_b", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="own, from verl-omni commit 786dd36c", degrees=(2, 4))
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="own, from verl-omni commit 786dd36c", degrees=(2, 4), unless=fused)
 def fused_rows_are_cut_as_one_block(port: Port) -> Iterator[None]:
     """A fused B is cut into consecutive blocks of rows, so that rank 0 gets all of the first part and the last rank all of the last."""
     with inject.in_ranks(port, contiguous_chunk):
@@ -143,7 +148,7 @@ def row_partials_of_rank_zero() -> Any:
     return inject.replace(_layers(), "apply", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], degrees=(2, 4))
+@fault("adapter", "engine", catches=[REACHES, EFFECT], degrees=(2, 4), unless=fused)
 def row_parallel_lora_misses_the_other_ranks(port: Port) -> Iterator[None]:
     """Row-parallel layers add their adapter's partial sum in rank 0 only."""
     with inject.in_ranks(port, row_partials_of_rank_zero):
@@ -165,7 +170,7 @@ def last_rank_binds_once() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4))
+@fault("adapter", "engine", catches=[NEWEST], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4), unless=fused)
 def one_rank_keeps_the_old_adapter(port: Port) -> Iterator[None]:
     """The last rank keeps the first adapter it got."""
     with inject.in_ranks(port, last_rank_binds_once):
@@ -178,7 +183,7 @@ def scale_is_not_merged() -> Any:
     return inject.replace(LoRALayerWeights, "optimize", lambda original: lambda self: self)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="Tencent-Hunyuan/UniRL #155, #161")
+@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="Tencent-Hunyuan/UniRL #155, #161", unless=fused)
 def the_rollout_loses_alpha_over_rank(port: Port) -> Iterator[None]:
     """The engine uses B A without alpha / r."""
     with inject.in_ranks(port, scale_is_not_merged):
@@ -200,7 +205,7 @@ def scale_is_merged_twice() -> Any:
     return inject.replace(LoRALayerWeights, "optimize", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT])
+@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=fused)
 def the_rollout_applies_the_scale_twice(port: Port) -> Iterator[None]:
     """The engine multiplies B by alpha / r twice."""
     with inject.in_ranks(port, scale_is_merged_twice):
@@ -219,7 +224,7 @@ def only_the_first_binds() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495")
+@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495", unless=fused)
 def the_second_hand_over_changes_nothing(port: Port) -> Iterator[None]:
     """The engine reports the new version and keeps the first adapter's weights."""
     with inject.in_ranks(port, only_the_first_binds):
@@ -237,7 +242,7 @@ def first_adapter_stays_active() -> Any:
     return inject.replace(_manager(), "_activate_adapter", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125")
+@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125", unless=fused)
 def a_new_adapter_is_not_activated(port: Port) -> Iterator[None]:
     """A second adapter is registered, and the first stays active."""
 
@@ -249,7 +254,13 @@ def known_adapters_are_forgotten() -> Any:
     return inject.replace(_manager(), "list_adapters", lambda original: lambda self: [])
 
 
-@fault("adapter", "engine", catches=["sync::a_reused_version_is_refused_or_takes_effect"], source="vllm #42125; vllm-omni 0.30.0 add_adapter")
+@fault(
+    "adapter",
+    "engine",
+    catches=["sync::a_reused_version_is_refused_or_takes_effect"],
+    source="vllm #42125; vllm-omni 0.30.0 add_adapter",
+    unless=fused,
+)
 def a_known_version_is_silently_kept(port: Port) -> Iterator[None]:
     """Other weights under a known id are skipped without a word, as vLLM-Omni's manager does."""
     with inject.in_ranks(port, known_adapters_are_forgotten):
@@ -266,7 +277,7 @@ def buffers_are_not_cleared() -> Any:
     return inject.replace(_layers(), "reset_lora", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST])
+@fault("adapter", "engine", catches=[NEWEST], unless=fused)
 def a_smaller_rank_leaves_rows_of_a_larger_one(port: Port) -> Iterator[None]:
     """Buffers keep what an adapter of larger rank left in them."""
     with inject.in_ranks(port, buffers_are_not_cleared):
@@ -283,7 +294,7 @@ def deactivation_only_forgets() -> Any:
     return inject.replace(_manager(), "_deactivate_all_adapters", make)
 
 
-@fault("adapter", "engine", "objective", catches=["sync::removing_the_adapter_gives_the_base_model_back"])
+@fault("adapter", "engine", "objective", catches=["sync::removing_the_adapter_gives_the_base_model_back"], unless=fused)
 def a_removed_adapter_keeps_acting(port: Port) -> Iterator[None]:
     """Removal clears the name and leaves the weights in the layers."""
     with inject.in_ranks(port, deactivation_only_forgets, rebuild=True):
@@ -315,7 +326,7 @@ def manager_starts_with_the_last_id() -> Any:
     return both()
 
 
-@fault("adapter", "engine", catches=["sync::a_base_reload_does_not_leave_a_phantom_adapter"], source="verl #3516, #3541")
+@fault("adapter", "engine", catches=["sync::a_base_reload_does_not_leave_a_phantom_adapter"], source="verl #3516, #3541", unless=fused)
 def the_adapter_is_lost_in_a_base_reload(port: Port) -> Iterator[None]:
     """A base reload drops the adapter's weights while the engine still names it as active."""
     with inject.in_ranks(port, manager_starts_with_the_last_id):
@@ -328,24 +339,19 @@ def the_adapter_is_lost_in_a_base_reload(port: Port) -> Iterator[None]:
 @fault("adapter", "engine", catches=["sync::a_hand_over_leaves_the_trainers_tensors_alone"], source="kvcache-ai/ktransformers #2147")
 def the_scale_is_merged_into_the_trainers_tensors(port: Port) -> Iterator[None]:
     """The hand-over multiplies the trainer's own B tensors by alpha / r in place and sends scale 1."""
-    from loudfail.harness.engines.vllm_omni import VllmOmniRollout
     from loudfail.harness.port import AdapterConfig
 
     def make(original: Any) -> Any:
-        def set_adapter(self: Any, state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> Any:
+        def set_adapter(state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> Any:
             for name, value in state.items():
                 if name.endswith("lora_B.weight"):
                     value.mul_(config.scale)
-            return original(self, state, AdapterConfig(config.rank, float(config.rank), config.targets), version)
+            return original(state, AdapterConfig(config.rank, float(config.rank), config.targets), version)
 
         return set_adapter
 
-    with inject.replace(VllmOmniRollout, "set_adapter", make):
+    with inject.in_engines(port, "set_adapter", make):
         yield
-
-
-def fused(port: Port) -> str:
-    return "" if hasattr(port, "fused") else "its engine is none of a fused model that Loudfail hands over to"
 
 
 def adapted(port: Port, ending: str) -> str:
@@ -593,10 +599,8 @@ def one_rank_has_half_its_scale(port: Port) -> Iterator[None]:
 @fault("adapter", "engine", catches=["sync::a_second_base_load_takes_effect"], source="verl #7495, #3516")
 def the_first_base_weights_stay(port: Port) -> Iterator[None]:
     """Every later load of the base sends the weights of the first one."""
-    from loudfail.harness.engines.vllm_omni import VllmOmniRollout
-
     first = dict(port.base_state())
-    with inject.replace(VllmOmniRollout, "load_base", lambda original: lambda self, state: original(self, first)):
+    with inject.in_engines(port, "load_base", lambda original: lambda state: original(first)):
         yield
 
 
