@@ -22,6 +22,18 @@ def mended(port: Port) -> Iterator[None]:
         port.select_trainable("default")
 
 
+def no_module(port: Port) -> str:
+    from torch.nn import Module
+
+    return "" if isinstance(getattr(port, "actor", None), Module) else "it shows no module that trains, as `actor`"
+
+
+def no_peft(port: Port) -> str:
+    from peft.tuners.lora import LoraLayer
+
+    return no_module(port) or ("" if any(isinstance(module, LoraLayer) for module in port.actor.modules()) else "its adapters are not PEFT's")
+
+
 @fault("adapter", catches=["adapters::adding_an_adapter_leaves_the_training_one_trainable"], source="peft #3580, #2759, #1303")
 def adding_old_makes_it_the_trainable_one(port: Port) -> Iterator[None]:
     """Adding ``old`` selects it, so that the optimizer steps a frozen adapter."""
@@ -112,7 +124,11 @@ def a_new_adapter_starts_warm(port: Port) -> Iterator[None]:
 
 
 @fault(
-    "adapter", "objective", catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"], source="vllm #39278"
+    "adapter",
+    "objective",
+    catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"],
+    source="vllm #39278",
+    unless=no_peft,
 )
 def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
     """PEFT's linear layer returns its base layer's output: the adapter is registered and applied to nothing."""
@@ -122,7 +138,7 @@ def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity"], source="verl-omni #658")
+@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity"], source="verl-omni #658", unless=no_peft)
 def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
     """PEFT's linear layer skips its adapter in the widest projection."""
     from peft.tuners.lora.layer import Linear
@@ -141,6 +157,7 @@ def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
     "objective",
     catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
     source="huggingface/trl #3926, diffusers #11832",
+    unless=no_module,
 )
 def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     """Selecting the adapter leaves one base weight trainable."""
@@ -172,7 +189,13 @@ def the_policy_is_called_without_a_graph(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"], source="cloneofsimo/lora #26")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
+    source="cloneofsimo/lora #26",
+    unless=no_peft,
+)
 def one_projection_is_detached(port: Port) -> Iterator[None]:
     """The gradient stops at one projection's LoRA branch, as re-entrant checkpointing does with inputs that need none."""
     from peft.tuners.lora.layer import Linear
@@ -191,7 +214,7 @@ def one_projection_is_detached(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="diffusers #7048, StableTuner #126")
+@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="diffusers #7048, StableTuner #126", unless=no_module)
 def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
     """After an evaluation that failed, the adapter it used stays in use."""
 
