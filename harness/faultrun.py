@@ -80,6 +80,9 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
         f"{counts} of {len(kills)} · {len(alarms)} false alarms · {record['not_applicable']} not applicable · "
         f"weakest margin {'none' if weakest is None else f'{weakest:.3g}×'} · {record['seconds']:.1f} s"
     )
+    if marked := record["diagnosis"]["marked"]:
+        wrong = record["diagnosis"]["misdiagnosed"]
+        line.print(f"diagnosis: {marked - len(wrong)} of {marked} named rightly{', misdiagnosed: ' if wrong else ''}{', '.join(wrong)}")
     _explain(obstacles, line)
     if options.out is not None:
         line.print(f"written to {options.out / 'faults.json'}")
@@ -120,6 +123,8 @@ def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant]
         margin = f"{kill.margin:.3g}×" if kill.margin is not None and math.isfinite(kill.margin) else "exact" if kill.margin else ""
         text = f"{len(kills):>3} of {len(faults)}  {kill.outcome:<8} {kill.fault:<64} {margin:>10} {kill.seconds:5.1f} s"
         line.print(text if kill.outcome == "caught" else f"{text}\n      {kill.message}")
+        if kill.misdiagnosed:
+            line.print(f"      MISDIAGNOSED as {kill.named or 'nothing known'}, not {kill.cause}: {kill.diagnosis}")
         for result in kill.results:
             result.rerun = f"loudfail faults {gate.options.port} {kill.fault}"
 
@@ -130,7 +135,11 @@ def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant]
 def summarize(
     options: Options, chosen: Sequence[Fault], kills: Sequence[Kill], alarms: Sequence[Result], seconds: float, obstacles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The record ``faults.json``. A margin is ``got / bound`` of the weakest violation; null where the claim is exact, without a bound."""
+    """The record ``faults.json``.
+
+    A margin is ``got / bound`` of the weakest violation; null where the claim is exact, without a bound. ``diagnosis`` counts the caught faults whose
+    cause has a known name, and lists those that were given another.
+    """
     margins = {kill.fault: kill.margin if kill.margin is not None and math.isfinite(kill.margin) else None for kill in kills}
     finite = [margin for margin in margins.values() if margin is not None]
     named = {name for fault in chosen for name in fault.catches}
@@ -145,6 +154,10 @@ def summarize(
         "alarms": [result.to_dict() for result in alarms],
         "unbroken": sorted(invariant.id for invariant in registry.invariants() if invariant.id not in named),
         "margins": margins,
+        "diagnosis": {
+            "marked": sum(bool(kill.cause) and kill.outcome == "caught" for kill in kills),
+            "misdiagnosed": [kill.fault for kill in kills if kill.misdiagnosed],
+        },
         "weakest_margin": min(finite, default=None),
         "seconds": round(seconds, 3),
         "environment": environment.describe("cpu" if options.device == "auto" else options.device),

@@ -15,6 +15,8 @@ from loudfail.harness.registry import Fault, Invariant
 from loudfail.harness.result import Result
 
 Outcome = Literal["caught", "crashed", "escaped", "inert"]
+#: Seconds for a diagnosis: more than a gate gives it, so that what is named does not depend on how busy the machine is.
+PATIENCE = 20.0
 OUTCOMES: tuple[Outcome, ...] = ("caught", "crashed", "escaped", "inert")
 
 
@@ -30,6 +32,9 @@ class Kill:
         fired: how often the broken code ran.
         margin: smallest ``got / bound`` over the violated measurements; infinite where the bound is zero.
         message: why it is not caught.
+        cause: the name that the diagnosis must give; empty where none is asked for.
+        named: the name that it gave; empty if none fits, None if none was asked for.
+        diagnosis: its sentence.
     """
 
     fault: str
@@ -41,6 +46,14 @@ class Kill:
     margin: float | None = None
     message: str = ""
     results: list[Result] = field(default_factory=list)
+    cause: str = ""
+    named: str | None = None
+    diagnosis: str = ""
+
+    @property
+    def misdiagnosed(self) -> bool:
+        """The diagnosis gave another name than it must, or none."""
+        return bool(self.cause) and self.outcome == "caught" and self.named != self.cause
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,13 +84,16 @@ def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Seq
     started = time.perf_counter()
     named = [invariant for invariant in invariants if invariant.id in fault.catches]
     shown = [degree for degree in degrees if not fault.degrees or degree in fault.degrees]
-    result = Kill(fault.id, fault.claim, fault.source, "escaped", 0.0)
+    result = Kill(fault.id, fault.claim, fault.source, "escaped", 0.0, cause=fault.cause)
     with inject.counting() as fired:
         try:
             with fault.inject(port):
                 for invariant in named:
                     for degree in shown if invariant.per_degree else (None,):
-                        result.results.append(runner.run(invariant, port, degree, seed=seed, shrink=False))
+                        explain = PATIENCE if fault.cause and result.named is None else 0.0
+                        result.results.append(one := runner.run(invariant, port, degree, seed=seed, shrink=False, explain=explain))
+                        if one.diagnosis is not None:
+                            result.named, result.diagnosis = one.diagnosis["cause"], one.diagnosis["text"]
         except Exception as error:
             result.outcome, result.message = "crashed", f"the injection itself failed: {type(error).__name__}: {error}"
             result.results.append(Result(fault.id, fault.claim, "error", message=result.message, traceback=traceback.format_exc()))

@@ -21,10 +21,11 @@ MARKS = {"holds": "ok", "violated": "VIOLATED", "expected": "expected", "fixed":
 
 
 def failure_text(result: Result) -> str:
-    """Claim, got, want, bound, where, example, and the command that runs it again; of an error the message and the end of its traceback."""
+    """Claim, got, want, bound, where, cause, example, and the command that runs it again; of an error the message and the end of its traceback."""
     lines: list[tuple[str, object]] = []
     if result.violation is not None and result.status != "fixed":
-        lines += [(name, result.violation.get(name)) for name in ("claim", "got", "want", "bound", "where", "example")]
+        lines += [(name, result.violation.get(name)) for name in ("claim", "got", "want", "bound", "where")]
+        lines += [("cause", result.cause), ("example", result.violation.get("example"))]
     else:
         lines += [("claim", result.claim), (result.status, result.message), ("", "\n".join(result.traceback.splitlines()[-12:]))]
     lines.append(("rerun", result.rerun))

@@ -79,6 +79,7 @@ class Fault:
         degrees: the tensor-parallel degrees at which it must be caught; empty for all that are run.
         ports: names of ports whose own parts it breaks; empty for any port with the seams.
         unless: port → why it is no fault there, such as a part that the port does not have; empty where it is one.
+        cause: the name that `loudfail.harness.diagnose` must give the mistake; empty where it has none.
     """
 
     id: str
@@ -91,6 +92,7 @@ class Fault:
     degrees: tuple[int, ...] = ()
     ports: tuple[str, ...] = ()
     unless: Callable[[Any], str] = lambda port: ""
+    cause: str = ""
 
 
 _invariants: dict[str, Invariant] = {}
@@ -139,6 +141,7 @@ def fault(
     degrees: Iterable[int] = (),
     ports: Iterable[str] = (),
     unless: Callable[[Any], str] = lambda port: "",
+    cause: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a generator function ``(port)`` that breaks something, yields once, and mends it, as a fault. See `Fault` for the arguments."""
 
@@ -150,7 +153,7 @@ def fault(
         if not doc:
             raise TypeError(f"{name}: a fault says in its docstring what is wrong")
         claim, inject = doc.splitlines()[0].rstrip("."), contextmanager(function)
-        _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless)
+        _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless, cause)
         return function
 
     return register

@@ -170,7 +170,7 @@ def contradictions(report: Record) -> list[str]:
 
 
 def explain(result: Record) -> list[tuple[str, str]]:
-    """Claim, got, want, bound, where, example, message and rerun of a result, as far as there are any."""
+    """Claim, got, want, bound, where, cause, example, message and rerun of a result, as far as there are any."""
     violation = result.get("violation") or {}
     fields = [
         ("claim", violation.get("claim") or result.get("claim")),
@@ -178,11 +178,24 @@ def explain(result: Record) -> list[tuple[str, str]]:
         ("want", violation.get("want")),
         ("bound", violation.get("bound")),
         ("where", violation.get("where") or result.get("where")),
+        ("cause", cause(result)),
         ("example", violation.get("example")),
         ("message", result.get("message")),
         ("rerun", result.get("rerun")),
     ]
     return [(name, show(value)) for name, value in fields if value not in (None, "")]
+
+
+def diagnoses(report: Record) -> tuple[list[Record], list[Record]]:
+    """The caught faults whose cause has a known name, and those among them that were given another or none."""
+    asked = [kill for kill in kills(report) if kill.get("cause") and kill["outcome"] == "caught"]
+    return asked, [kill for kill in asked if kill.get("named") != kill["cause"]]
+
+
+def cause(result: Record) -> str:
+    """What the diagnosis of a violation says; empty where there is none."""
+    diagnosis = result.get("diagnosis") or {}
+    return f"{diagnosis['cause']}: {diagnosis['text']}" if diagnosis.get("cause") else str(diagnosis.get("text") or "")
 
 
 # -- numbers and text ----------------------------------------------------------------------------------------------------------------------------
@@ -313,6 +326,12 @@ def _summary_faults(report: Record) -> Iterator[str]:
             ("fault", "outcome", "what is broken", "why"),
             [(_code(str(k["fault"])), f"{ICONS[k['outcome']]} {_md(k['outcome'])}", _md(k["claim"]), _md(show(k["message"]))) for k in missed],
         )
+    asked, wrong = diagnoses(report)
+    if asked:
+        yield f"Diagnosis: **{len(asked) - len(wrong)} of {len(asked)}** faults with a known cause were named rightly\n"
+    if wrong:
+        rows = [(_code(str(k["fault"])), _md(k["cause"]), _md(k.get("named") or "nothing known")) for k in wrong]
+        yield from _table(("misdiagnosed", "its cause", "named"), rows)
     caught = [(number(kill.get("margin")), str(kill["fault"])) for kill in matrix if kill["outcome"] == "caught"]
     if measured := sorted((m, name) for m, name in caught if m is not None and math.isfinite(m)):
         rows = [(_code(name), times(m) + ("" if m >= WANTED_MARGIN else f" (wanted: {WANTED_MARGIN:.0f}×)")) for m, name in measured[:5]]
@@ -366,6 +385,10 @@ def junit(report: Record) -> str:
     for kill in kills(report):
         kind = {"caught": "", "crashed": "error"}.get(kill["outcome"], "failure")
         case("faults", str(kill["fault"]), kill.get("seconds"), kind, f"{kill['outcome']}: {kill['claim']}", show(kill.get("message") or ""))
+        if kind == "" and kill.get("cause"):
+            right = kill.get("named") == kill["cause"]
+            text = f"named {kill.get('named') or 'nothing known'}, its cause is {kill['cause']}"
+            case("diagnosis", str(kill["fault"]), 0, "" if right else "failure", text, show(kill.get("diagnosis") or ""))
     for golden in report.get("goldens") or []:
         kind = "failure" if golden["outcome"] == "changed" else ""
         message = str(golden.get("message") or f"first probe that differs: {golden.get('first')}")

@@ -203,6 +203,8 @@ def _matrix(report: Record, results: list[Record]) -> dict[str, Any] | None:
         "wanted": views.WANTED_MARGIN,
         "wanted_at": _percent_of_fault(views.WANTED_MARGIN),
         "unbroken": [name for name in ran if name not in named],
+        "asked": sorted((asked := views.diagnoses(report))[0], key=lambda kill: kill.get("named") == kill["cause"]),
+        "misdiagnosed": len(asked[1]),
     }
 
 

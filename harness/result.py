@@ -24,6 +24,7 @@ class Result:
         examples: inputs that were drawn and tried (1 where nothing is drawn).
         got, bound, where: the worst measurement against its bound, also when it passed.
         violation: ``claim, got, want, bound, where`` and ``example`` of the first violation, as text and numbers.
+        diagnosis: of a violation: ``cause``, ``text``, ``residual`` and ``tried`` of `loudfail.harness.diagnose.Diagnosis`; None if none was made.
         message: why it is uncovered, unavailable, an error, or expected.
         traceback: of an error.
         values: named numbers for charts, such as ``delta/<projection>``.
@@ -41,6 +42,7 @@ class Result:
     bound: float | None = None
     where: str = ""
     violation: dict[str, Any] | None = None
+    diagnosis: dict[str, Any] | None = None
     message: str = ""
     traceback: str = ""
     values: dict[str, float] = field(default_factory=dict)
@@ -56,6 +58,14 @@ class Result:
     def margin(self) -> float | None:
         """``got / bound``: below 1 it passed; None where nothing was measured against a positive bound."""
         return self.got / self.bound if self.got is not None and self.bound else None
+
+    @property
+    def cause(self) -> str:
+        """The diagnosis as one line: what explains the violation, or that nothing known does; empty where none was asked for."""
+        if self.diagnosis is None:
+            return ""
+        cause, text = self.diagnosis["cause"], self.diagnosis["text"]
+        return f"{cause}: {text}" if cause else str(text)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

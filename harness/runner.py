@@ -6,16 +6,27 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from loudfail.harness.compare import measuring
+from loudfail.harness.diagnose import diagnose
 from loudfail.harness.port import Port, need, offers
 from loudfail.harness.registry import Invariant
 from loudfail.harness.result import Result
 from loudfail.harness.violation import Unavailable, Uncovered, Violation, show
 
 
-def run(invariant: Invariant, port: Port, degree: int | None = None, *, seed: int = 0, examples: int | None = None, shrink: bool = True) -> Result:
+def run(
+    invariant: Invariant,
+    port: Port,
+    degree: int | None = None,
+    *,
+    seed: int = 0,
+    examples: int | None = None,
+    shrink: bool = True,
+    explain: float = 0.0,
+) -> Result:
     """Run an invariant once, with as many drawn inputs as it declares.
 
     Args:
@@ -25,6 +36,7 @@ def run(invariant: Invariant, port: Port, degree: int | None = None, *, seed: in
         seed: draws other inputs when it changes.
         examples: number of drawn inputs instead of the declared one.
         shrink: look for a simpler input that violates the claim.
+        explain: after a violation, look so many seconds for the known mistake that explains it; see `loudfail.harness.diagnose`.
 
     Returns:
         A result in status ``holds``, ``violated``, ``uncovered``, ``unavailable`` or ``error``; nothing but `KeyboardInterrupt` is raised.
@@ -71,6 +83,8 @@ def run(invariant: Invariant, port: Port, degree: int | None = None, *, seed: in
             result.status, result.message = "error", f"{type(error).__name__}: {show(error)}"
             result.traceback = traceback.format_exc()
     result.got, result.bound, result.where, result.values = measurements.got, measurements.bound, measurements.where, measurements.values
+    if explain and result.status == "violated":
+        result.diagnosis = asdict(diagnose(port, result, seconds=explain))
     result.seconds = time.perf_counter() - started
     return result
 

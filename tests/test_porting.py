@@ -119,18 +119,20 @@ def test_an_existing_stack_is_wrapped_and_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "claim"),
+    ("wrong", "claim", "cause"),
     [
-        (PassesSigma, "conventions::the_velocity_is_that_of_the_vendors_loop"),
-        (HandsOnTheirSign, "conventions::the_velocity_is_that_of_the_vendors_loop"),
-        (LosesAlpha, "sync::every_projection_reaches_the_rollout"),
-        (JudgesSilence, "rewards::every_modality_and_the_prompt_reach_the_total"),
+        (PassesSigma, "conventions::the_velocity_is_that_of_the_vendors_loop", "time flipped"),
+        (HandsOnTheirSign, "conventions::the_velocity_is_that_of_the_vendors_loop", "velocity sign flipped"),
+        (LosesAlpha, "sync::every_projection_reaches_the_rollout", "LoRA scale missing"),
+        (JudgesSilence, "rewards::every_modality_and_the_prompt_reach_the_total", "modality missing"),
     ],
     ids=lambda one: one.__name__ if isinstance(one, type) else "",
 )
-def test_a_mistake_in_wrapping_is_seen(wrong: type[Existing], claim: str) -> None:
+def test_a_mistake_in_wrapping_is_named(wrong: type[Existing], claim: str, cause: str) -> None:
     invariant = next(i for i in INVARIANTS if i.id == claim)
-    assert runner.run(invariant, wrong(), 1 if invariant.per_degree else None, shrink=False).status == "violated"
+    result = runner.run(invariant, wrong(), 1 if invariant.per_degree else None, shrink=False, explain=True)
+    assert result.status == "violated" and result.diagnosis is not None
+    assert result.diagnosis["cause"] == cause, result.diagnosis
 
 
 # -- the page that leads through it ------------------------------------------------------------------------------------------------------------
