@@ -486,11 +486,11 @@ def selection(trial: Trial) -> Diagnosis | None:
     if trial.fits("reference keeps the adapter", min(worst(none, default), worst(none, old)), 1e-7):
         return trial.found("reference keeps the adapter", "asking for the base model gives the velocity with an adapter")
     before = _velocity(port)
-    for name, seen in (("old", old), (None, none)):
-        with suppress(KeyError), port.using(name):
+    for used, seen in (("old", old), (None, none)):
+        with suppress(KeyError), port.using(used):
             raise KeyError
         if worst(now := _velocity(port), before) > 0 and trial.fits("adapter not switched back", worst(now, seen), 0.0):
-            return trial.found("adapter not switched back", f"after using({name!r}) that failed, that is still in use")
+            return trial.found("adapter not switched back", f"after using({used!r}) that failed, that is still in use")
     port.add_adapter("probe", odd)
     if worst(_with(port, "probe"), none) > 0:
         values = [v for n, v in port.adapter_state("probe").items() if "lora_B" in n]

@@ -130,17 +130,17 @@ def rows(trial: Trial) -> Diagnosis | None:
         if trial.fits("latents scaled", relative_error(seen, factor * want), 1e-6):
             return trial.found("latents scaled", f"{modality} rows enter the model {factor:.4g} times as large")
     for table, condition in zip(tables, conditions, strict=True):
-        text, tokens = table.modality.count("text"), len(condition.embeds)
-        if text and text != tokens:
-            cause = "prompt padded" if text > tokens else "prompt truncated"
+        texts, tokens = table.modality.count("text"), len(condition.embeds)
+        if texts and texts != tokens:
+            cause = "prompt padded" if texts > tokens else "prompt truncated"
             if trial.says(cause, True):
-                return trial.found(cause, f"the model has {text} text rows for an embedding of {tokens}")
+                return trial.found(cause, f"the model has {texts} text rows for an embedding of {tokens}")
         if condition.given and trial.says("given frames dropped", not bool(table.given.any())):
             return trial.found("given frames dropped", f"no row of the model holds the given {', '.join(condition.given)}")
     with torch.no_grad():
         for i, condition in enumerate(conditions):
-            one = slice(i, i + 1)
-            _, (alone,) = port.observe({m: v[one] for m, v in latents.items()}, {m: s[one] for m, s in sigmas.items()}, [condition])
+            here = slice(i, i + 1)
+            _, (alone,) = port.observe({m: v[here] for m, v in latents.items()}, {m: s[here] for m, s in sigmas.items()}, [condition])
             there = tables[i].position
             if there.shape == alone.position.shape and trial.says("positions depend on the batch", not torch.equal(there, alone.position)):
                 shift = (there - alone.position)[torch.tensor([m != "text" for m in alone.modality])]

@@ -209,7 +209,7 @@ def _layout(trial: Trial, step: Step, conditions: Sequence[Conditions]) -> Diagn
     return trial.first(mistakes(), plain=worst(_velocity(port, step, conditions)(step.sigmas), step.velocity))
 
 
-def rearrangements(x: torch.Tensor) -> Iterator[tuple[str, Change, Change]]:  # type: ignore[type-arg]
+def rearrangements(x: torch.Tensor) -> Iterator[tuple[str, Change, Change]]:
     """Reorders of ``(B, *shape)`` that keep the shape: name, there, back."""
     axes = range(1, x.ndim)
     for axis in axes:
@@ -219,12 +219,12 @@ def rearrangements(x: torch.Tensor) -> Iterator[tuple[str, Change, Change]]:  # 
         shape[one], shape[other] = shape[other], shape[one]
         if shape == list(x.shape):
             swap = lambda v, a=one, b=other: v.transpose(a, b)  # noqa: E731
-            yield f"with axes {one - 1} and {other - 1} exchanged", swap, swap  # type: ignore[misc]
+            yield f"with axes {one - 1} and {other - 1} exchanged", swap, swap
         # The same numbers read with the two axes in the other order, as after a wrong view.
         forth = lambda v, a=one, b=other: v.transpose(a, b).reshape(v.shape)  # noqa: E731
         back = lambda v, a=one, b=other, s=tuple(shape): v.reshape(s).transpose(a, b)  # noqa: E731
-        yield f"interleaved over axes {one - 1} and {other - 1}", forth, back  # type: ignore[misc]
-        yield f"interleaved over axes {one - 1} and {other - 1}", back, forth  # type: ignore[misc]
+        yield f"interleaved over axes {one - 1} and {other - 1}", forth, back
+        yield f"interleaved over axes {one - 1} and {other - 1}", back, forth
 
 
 def told(trial: Trial) -> Diagnosis | None:
@@ -256,13 +256,13 @@ def told(trial: Trial) -> Diagnosis | None:
         mistakes.append(("time flipped", f"1 − sigma{where}", lambda s, c=chosen: {m: 1 - v if m in c else v for m, v in s.items()}))  # type: ignore[misc]
         for what, round_ in ROUNDINGS.items():
             change = lambda s, c=chosen, r=round_: {m: r(v.float()).double() if m in c else v for m, v in s.items()}  # noqa: E731
-            mistakes.append(("sigma rounded", f"sigma{where} {what}", change))  # type: ignore[arg-type]
+            mistakes.append(("sigma rounded", f"sigma{where} {what}", change))
         first = lambda s, c=chosen: {m: v[:1].expand_as(v) if m in c else v for m, v in s.items()}  # noqa: E731
-        mistakes.append(("one sample's level for the batch", f"sample 0's sigma{where}", first))  # type: ignore[arg-type]
+        mistakes.append(("one sample's level for the batch", f"sample 0's sigma{where}", first))
     for source in names:
         for chosen in subsets([m for m in names if m != source]):
-            change = lambda s, a=source, c=chosen: {m: s[a] if m in c else v for m, v in s.items()}  # noqa: E731
-            mistakes.append(("one modality at another's level", f"{source}'s sigma for {' and '.join(chosen)}", change))  # type: ignore[arg-type]
+            taken = lambda s, a=source, c=chosen: {m: s[a] if m in c else v for m, v in s.items()}  # noqa: E731
+            mistakes.append(("one modality at another's level", f"{source}'s sigma for {' and '.join(chosen)}", taken))
     mistakes.append(("sigma 1000 times too large", "1000·sigma", lambda s: {m: 1000 * v for m, v in s.items()}))
     mistakes.append(("sigma 1000 times too small", "sigma / 1000", lambda s: {m: v / 1000 for m, v in s.items()}))
     for cause, text, mistake in mistakes:

@@ -330,8 +330,8 @@ def _summary_faults(report: Record) -> Iterator[str]:
     if asked:
         yield f"Diagnosis: **{len(asked) - len(wrong)} of {len(asked)}** faults with a known cause were named rightly\n"
     if wrong:
-        rows = [(_code(str(k["fault"])), _md(k["cause"]), _md(k.get("named") or "nothing known")) for k in wrong]
-        yield from _table(("misdiagnosed", "its cause", "named"), rows)
+        named = [(_code(str(k["fault"])), _md(k["cause"]), _md(k.get("named") or "nothing known")) for k in wrong]
+        yield from _table(("misdiagnosed", "its cause", "named"), named)
     caught = [(number(kill.get("margin")), str(kill["fault"])) for kill in matrix if kill["outcome"] == "caught"]
     if measured := sorted((m, name) for m, name in caught if m is not None and math.isfinite(m)):
         rows = [(_code(name), times(m) + ("" if m >= WANTED_MARGIN else f" (wanted: {WANTED_MARGIN:.0f}×)")) for m, name in measured[:5]]
