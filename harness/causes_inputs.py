@@ -259,7 +259,7 @@ def rollout_ids(trial: Trial) -> Diagnosis | None:
     if not offers(port, "prompt"):
         return None
     parts = ("t", "he", " a", "ra", "in", "be", "ll")
-    long, split = tuple(port.tokenize(LONG_PROMPT)), tuple(token for part in parts for token in port.tokenize(part))
+    long, split = tuple(port.tokenize(LONG_PROMPT))[:300], tuple(token for part in parts for token in port.tokenize(part))
     arrived = {ids: tuple(port.rollout_prompt(ids)[0]) for ids in (long, split)}
     wrong = [ids for ids, there in arrived.items() if there != ids]
     if not wrong:

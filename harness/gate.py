@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from loudfail.harness import certificate, environment, portcheck, registry, runner
-from loudfail.harness.diagnose import SECONDS
 from loudfail.harness.options import Options, UsageProblem, prepare_folder
 from loudfail.harness.port import SEAMS, offers
 from loudfail.harness.record import write_json
@@ -127,7 +126,7 @@ class Gate:
         """Run one invariant and judge its result by what is required and expected."""
         problem = self.problem(invariant, degree)
         if problem is None:
-            result = runner.run(invariant, self.port, degree, seed=self.options.seed, examples=self.options.examples, explain=SECONDS)
+            result = runner.run(invariant, self.port, degree, seed=self.options.seed, examples=self.options.examples, explain=True)
         elif isinstance(problem, Unavailable):
             result = Result(invariant.id, invariant.claim, "unavailable", degree, message=str(problem), seed=self.options.seed)
         else:

@@ -90,8 +90,9 @@ def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Seq
             with fault.inject(port):
                 for invariant in named:
                     for degree in shown if invariant.per_degree else (None,):
-                        explain = PATIENCE if fault.cause and result.named is None else 0.0
-                        result.results.append(one := runner.run(invariant, port, degree, seed=seed, shrink=False, explain=explain))
+                        explain = bool(fault.cause) and result.named is None
+                        one = runner.run(invariant, port, degree, seed=seed, shrink=False, explain=explain, patience=PATIENCE)
+                        result.results.append(one)
                         if one.diagnosis is not None:
                             result.named, result.diagnosis = one.diagnosis["cause"], one.diagnosis["text"]
         except Exception as error:

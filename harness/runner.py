@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from loudfail.harness.compare import measuring
-from loudfail.harness.diagnose import diagnose
+from loudfail.harness.diagnose import SECONDS, diagnose
 from loudfail.harness.port import Port, need, offers
 from loudfail.harness.registry import Invariant
 from loudfail.harness.result import Result
@@ -25,7 +25,8 @@ def run(
     seed: int = 0,
     examples: int | None = None,
     shrink: bool = True,
-    explain: float = 0.0,
+    explain: bool = False,
+    patience: float = SECONDS,
 ) -> Result:
     """Run an invariant once, with as many drawn inputs as it declares.
 
@@ -36,7 +37,8 @@ def run(
         seed: draws other inputs when it changes.
         examples: number of drawn inputs instead of the declared one.
         shrink: look for a simpler input that violates the claim.
-        explain: after a violation, look so many seconds for the known mistake that explains it; see `loudfail.harness.diagnose`.
+        explain: after a violation, look for the known mistake that explains it; see `loudfail.harness.diagnose`.
+        patience: the longest that this takes, in seconds.
 
     Returns:
         A result in status ``holds``, ``violated``, ``uncovered``, ``unavailable`` or ``error``; nothing but `KeyboardInterrupt` is raised.
@@ -84,7 +86,7 @@ def run(
             result.traceback = traceback.format_exc()
     result.got, result.bound, result.where, result.values = measurements.got, measurements.bound, measurements.where, measurements.values
     if explain and result.status == "violated":
-        result.diagnosis = asdict(diagnose(port, result, seconds=explain))
+        result.diagnosis = asdict(diagnose(port, result, seconds=patience))
     result.seconds = time.perf_counter() - started
     return result
 

@@ -51,6 +51,7 @@ def require_caught(fault: registry.Fault, port: Any, degrees: tuple[int, ...]) -
     assert kill.outcome == "caught", f"{kill.outcome}: {kill.message}"
     least = WEAKEST.get(fault.id.split("::")[0], 20.0)
     assert kill.margin is None or kill.margin >= least, f"caught by {kill.margin:.3g} times its bound only"
+    assert not kill.misdiagnosed, f"{kill.cause} is named {kill.named or 'nothing known'}: {kill.diagnosis}"
 
 
 def test_every_fault_applies_to_one_of_our_ports_and_says_why_not_to_the_other(h3: Any, ltx2: Any) -> None:

@@ -34,7 +34,12 @@ def no_peft(port: Port) -> str:
     return no_module(port) or ("" if any(isinstance(module, LoraLayer) for module in port.actor.modules()) else "its adapters are not PEFT's")
 
 
-@fault("adapter", catches=["adapters::adding_an_adapter_leaves_the_training_one_trainable"], source="peft #3580, #2759, #1303")
+@fault(
+    "adapter",
+    catches=["adapters::adding_an_adapter_leaves_the_training_one_trainable"],
+    source="peft #3580, #2759, #1303",
+    cause="another adapter trains",
+)
 def adding_old_makes_it_the_trainable_one(port: Port) -> Iterator[None]:
     """Adding ``old`` selects it, so that the optimizer steps a frozen adapter."""
 
@@ -49,14 +54,20 @@ def adding_old_makes_it_the_trainable_one(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"], source="Tencent-Hunyuan/UniRL #155, #161")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"],
+    source="Tencent-Hunyuan/UniRL #155, #161",
+    cause="LoRA scale missing",
+)
 def alpha_is_lost(port: Port) -> Iterator[None]:
     """The adapter is built with alpha = rank, so that its scale is 1."""
     with inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, alpha=float(config.rank)))):
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"])
+@fault("adapter", "objective", catches=["adapters::the_scale_of_an_adapter_is_alpha_over_rank"], cause="LoRA scale over root rank")
 def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
     """Rank-stabilized scaling on one side only: alpha / sqrt(r) instead of alpha / r."""
     with inject.replace(
@@ -65,7 +76,12 @@ def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"], source="verl-omni #658")
+@fault(
+    "adapter",
+    catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
+    source="verl-omni #658",
+    cause="projections without an adapter",
+)
 def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
     """The last configured target is left out when the adapter is built."""
     with (
@@ -91,6 +107,7 @@ def _other_linear(port: Port) -> str:
     catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
     source="bghira/SimpleTuner #2629",
     unless=lambda port: "" if _other_linear(port) else "its targets match every linear of the actor",
+    cause="adapter on other modules",
 )
 def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:
     """A target suffix also matches a module outside the blocks, whose adapter no rollout knows."""
@@ -101,14 +118,20 @@ def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Itera
         yield
 
 
-@fault("adapter", catches=["adapters::both_factors_have_the_configured_rank"])
+@fault("adapter", catches=["adapters::both_factors_have_the_configured_rank"], cause="rank ignored")
 def the_configured_rank_is_ignored(port: Port) -> Iterator[None]:
     """Every adapter is built with a rank of 8."""
     with mended(port), inject.replace(port, "add_adapter", lambda original: lambda name, config: original(name, with_fields(config, rank=8))):
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::a_new_adapter_changes_nothing"], source="verl-omni commit 786dd36c (warm start)")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::a_new_adapter_changes_nothing"],
+    source="verl-omni commit 786dd36c (warm start)",
+    cause="new adapter starts warm",
+)
 def a_new_adapter_starts_warm(port: Port) -> Iterator[None]:
     """A fresh adapter holds the weights of an earlier run."""
 
@@ -129,6 +152,7 @@ def a_new_adapter_starts_warm(port: Port) -> Iterator[None]:
     catches=["adapters::every_projection_moves_the_velocity", "adapters::adapter_strength_grows_with_b"],
     source="vllm #39278",
     unless=no_peft,
+    cause="adapter without effect",
 )
 def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
     """PEFT's linear layer returns its base layer's output: the adapter is registered and applied to nothing."""
@@ -138,7 +162,14 @@ def lora_layers_return_the_base_output(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::every_projection_moves_the_velocity"], source="verl-omni #658", unless=no_peft)
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::every_projection_moves_the_velocity"],
+    source="verl-omni #658",
+    unless=no_peft,
+    cause="projections without effect",
+)
 def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
     """PEFT's linear layer skips its adapter in the widest projection."""
     from peft.tuners.lora.layer import Linear
@@ -158,6 +189,7 @@ def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
     catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
     source="huggingface/trl #3926, diffusers #11832",
     unless=no_module,
+    cause="base weights train",
 )
 def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     """Selecting the adapter leaves one base weight trainable."""
@@ -180,6 +212,7 @@ def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     "objective",
     catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
     source="Flow-Factory commit 8bc04d0 (#123)",
+    cause="no gradient",
 )
 def the_policy_is_called_without_a_graph(port: Port) -> Iterator[None]:
     """The policy's forward pass runs in a no-grad block."""
@@ -195,6 +228,7 @@ def the_policy_is_called_without_a_graph(port: Port) -> Iterator[None]:
     catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
     source="cloneofsimo/lora #26",
     unless=no_peft,
+    cause="projections without a gradient",
 )
 def one_projection_is_detached(port: Port) -> Iterator[None]:
     """The gradient stops at one projection's LoRA branch, as re-entrant checkpointing does with inputs that need none."""
@@ -214,7 +248,14 @@ def one_projection_is_detached(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::using_an_adapter_leaves_no_trace"], source="diffusers #7048, StableTuner #126", unless=no_module)
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::using_an_adapter_leaves_no_trace"],
+    source="diffusers #7048, StableTuner #126",
+    unless=no_module,
+    cause="adapter not switched back",
+)
 def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
     """After an evaluation that failed, the adapter it used stays in use."""
 
@@ -242,6 +283,7 @@ def evaluation_does_not_switch_back(port: Port) -> Iterator[None]:
     "engine",
     catches=["adapters::each_adapter_name_selects_its_own_weights", "rollout::velocity_replay_agrees_at_every_step"],
     source="Tencent-Hunyuan/UniRL PR #21",
+    cause="one adapter for all",
 )
 def the_old_policy_is_the_training_one(port: Port) -> Iterator[None]:
     """Asking for ``old`` uses the adapter that trains."""
@@ -249,14 +291,20 @@ def the_old_policy_is_the_training_one(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", "objective", catches=["adapters::each_adapter_name_selects_its_own_weights"], source="huggingface/trl #1340, #4723")
+@fault(
+    "adapter",
+    "objective",
+    catches=["adapters::each_adapter_name_selects_its_own_weights"],
+    source="huggingface/trl #1340, #4723",
+    cause="reference keeps the adapter",
+)
 def the_reference_keeps_the_adapter(port: Port) -> Iterator[None]:
     """Asking for the base model leaves the adapter on."""
     with inject.replace(port, "using", lambda original: lambda name: nullcontext() if name is None else original(name)):
         yield
 
 
-@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], source="pytorch #149205")
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], source="pytorch #149205", cause="stale adapter state")
 def the_state_is_read_once_and_cached(port: Port) -> Iterator[None]:
     """Reading an adapter gives what was read the first time."""
     seen: dict[str, Any] = {}
@@ -264,7 +312,7 @@ def the_state_is_read_once_and_cached(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"])
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], cause="another projection's adapter")
 def loading_swaps_key_and_value(port: Port) -> Iterator[None]:
     """The states of two projections of one shape are exchanged when an adapter is loaded."""
 
@@ -288,6 +336,7 @@ def loading_swaps_key_and_value(port: Port) -> Iterator[None]:
     "objective",
     catches=["adapters::adapter_strength_grows_with_b", "adapters::a_loaded_state_comes_back_bit_for_bit"],
     source="vllm #42125",
+    cause="second load ignored",
 )
 def a_second_load_is_ignored(port: Port) -> Iterator[None]:
     """Loading into an adapter that was loaded before does nothing."""
@@ -342,21 +391,21 @@ def _gradient_times(port: Port, factor: float) -> Any:
     return inject.replace(port, "predict_velocity", make)
 
 
-@fault("adapter", "objective", catches=[GRADIENT], source="primepake/splitmeanflow #2")
+@fault("adapter", "objective", catches=[GRADIENT], source="primepake/splitmeanflow #2", cause="gradient reversed")
 def one_modalitys_gradient_is_reversed(port: Port) -> Iterator[None]:
     """The last modality's values are right and its gradient has the other sign."""
     with _gradient_times(port, -1.0):
         yield
 
 
-@fault("adapter", "objective", catches=[GRADIENT], source="Lightricks/LTX-2 #94")
+@fault("adapter", "objective", catches=[GRADIENT], source="Lightricks/LTX-2 #94", cause="gradient scaled")
 def one_modalitys_gradient_is_ten_times_too_large(port: Port) -> Iterator[None]:
     """The last modality's values are right and its gradient is ten times as large."""
     with _gradient_times(port, 10.0):
         yield
 
 
-@fault("adapter", "objective", catches=[GRADIENT], source="diffusers #14274")
+@fault("adapter", "objective", catches=[GRADIENT], source="diffusers #14274", cause="gradient reversed")
 def the_gradient_of_a_is_reversed(port: Port) -> Iterator[None]:
     """A hook reverses the gradient of every A factor on its way to the optimizer's tensors."""
     import torch
@@ -370,7 +419,12 @@ def the_gradient_of_a_is_reversed(port: Port) -> Iterator[None]:
             handle.remove()
 
 
-@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], source="Tencent-Hunyuan/UniRL PR #21; verl-omni #608")
+@fault(
+    "adapter",
+    catches=["adapters::a_loaded_state_comes_back_bit_for_bit"],
+    source="Tencent-Hunyuan/UniRL PR #21; verl-omni #608",
+    cause="one adapter for all",
+)
 def reading_old_gives_the_training_adapter(port: Port) -> Iterator[None]:
     """Reading the state of ``old`` gives that of ``default``."""
     with inject.replace(port, "adapter_state", lambda original: lambda name: original("default" if name == "old" else name)):

@@ -47,21 +47,21 @@ def _advantages(port: Port, change: Callable[[Advantages], Callable[..., torch.T
     return inject.replace(code(port).nft, "group_advantages", change)
 
 
-@fault("update", catches=[FORMULA, BETTER, STEP], unless=another_trainer)
+@fault("update", catches=[FORMULA, BETTER, STEP], unless=another_trainer, cause="advantages negated")
 def advantages_are_negated(port: Port) -> Iterator[None]:
     """Higher rewards have lower advantages."""
     with _advantages(port, lambda original: lambda *arguments: -original(*arguments)):
         yield
 
 
-@fault("update", catches=[FORMULA, ORDER, STEP], source="StarsfieldAI/R1-V #67; grpo-flat #2", unless=another_trainer)
+@fault("update", catches=[FORMULA, ORDER, STEP], source="StarsfieldAI/R1-V #67; grpo-flat #2", unless=another_trainer, cause="baseline of the batch")
 def the_baseline_is_the_mean_of_the_batch(port: Port) -> Iterator[None]:
     """All samples of a step are one group, so that easy prompts are rewarded."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, [0] * len(draws), spread)):
         yield
 
 
-@fault("update", catches=[FORMULA, ORDER], source="StarsfieldAI/R1-V #67", unless=another_trainer)
+@fault("update", catches=[FORMULA, ORDER], source="StarsfieldAI/R1-V #67", unless=another_trainer, cause="groups by position")
 def groups_are_cut_by_position(port: Port) -> Iterator[None]:
     """Groups are neighbours in the batch, whatever the draws say, as after a reshape to (prompts, K)."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, _pairs(len(draws)), spread)):
@@ -72,7 +72,7 @@ def _pairs(count: int) -> list[int]:
     return [min(index // 2, count // 2 - 1) for index in range(count)]
 
 
-@fault("update", catches=[FORMULA, ORDER], source="grpo-flat #2", unless=another_trainer)
+@fault("update", catches=[FORMULA, ORDER], source="grpo-flat #2", unless=another_trainer, cause="advantages in another order")
 def advantages_are_returned_by_group(port: Port) -> Iterator[None]:
     """Advantages come back sorted by draw and are read in the order of the batch."""
 
@@ -87,7 +87,7 @@ def advantages_are_returned_by_group(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[TWICE], source="yifan123/flow_grpo #106", unless=another_trainer)
+@fault("update", catches=[TWICE], source="yifan123/flow_grpo #106", unless=another_trainer, cause="groups by text")
 def groups_are_keyed_by_text(port: Port) -> Iterator[None]:
     """Samples of equal prompts are one group, though the prompt was drawn twice."""
 
@@ -101,14 +101,14 @@ def groups_are_keyed_by_text(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[FORMULA, EQUAL], unless=another_trainer)
+@fault("update", catches=[FORMULA, EQUAL], unless=another_trainer, cause="spread left out")
 def the_spread_is_left_out(port: Port) -> Iterator[None]:
     """Advantages are deviations, not divided by anything."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: _centred(rewards, draws)):
         yield
 
 
-@fault("update", catches=[FORMULA, EQUAL, TWICE], unless=another_trainer)
+@fault("update", catches=[FORMULA, EQUAL, TWICE], unless=another_trainer, cause="spread unbiased")
 def the_spread_is_the_samples_unbiased_one(port: Port) -> Iterator[None]:
     """Divided by the standard deviation with K − 1, which for small groups is another step size in every group."""
 
@@ -124,14 +124,14 @@ def the_spread_is_the_samples_unbiased_one(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("update", catches=[FORMULA], unless=another_trainer)
+@fault("update", catches=[FORMULA], unless=another_trainer, cause="spread of the batch")
 def the_spread_of_the_batch_is_used_for_every_group(port: Port) -> Iterator[None]:
     """The recipe asks for the spread of the group and gets that of the batch."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, draws, "global")):
         yield
 
 
-@fault("update", catches=[GLOBAL], unless=another_trainer)
+@fault("update", catches=[GLOBAL], unless=another_trainer, cause="spread of the group")
 def the_spread_of_the_group_is_used_for_the_batch(port: Port) -> Iterator[None]:
     """The recipe asks for the spread of the batch and gets that of each group."""
     with _advantages(port, lambda original: lambda rewards, draws, spread: original(rewards, draws, "group")):
@@ -181,42 +181,42 @@ def _optimality(port: Port, change: Callable[[torch.Tensor, float], torch.Tensor
     return inject.replace(code(port).nft, "optimality", lambda original: change)
 
 
-@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer)
+@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer, cause="optimality reversed")
 def the_probability_is_of_being_bad(port: Port) -> Iterator[None]:
     """1 − r in the place of r."""
     with _optimality(port, lambda a, clip: 0.5 - 0.5 * (a / clip).clamp(-1, 1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer)
+@fault("update", catches=[OPTIMALITY, STEP], unless=another_trainer, cause="optimality is the advantage")
 def the_probability_is_the_advantage_itself(port: Port) -> Iterator[None]:
     """r is the advantage cut to [0, 1], so that everything below average counts as equally bad and the average as worst."""
     with _optimality(port, lambda a, clip: a.clamp(0, 1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], source="Flow-Factory commit 49e589a", unless=another_trainer)
+@fault("update", catches=[OPTIMALITY, STEP], source="Flow-Factory commit 49e589a", unless=another_trainer, cause="advantage not clipped")
 def the_advantage_is_not_clipped(port: Port) -> Iterator[None]:
     """Outliers have a probability above 1 or below 0."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * a / clip):
         yield
 
 
-@fault("update", catches=[OPTIMALITY], source="Flow-Factory commit 49e589a", unless=another_trainer)
+@fault("update", catches=[OPTIMALITY], source="Flow-Factory commit 49e589a", unless=another_trainer, cause="advantage clipped above only")
 def the_advantage_is_clipped_above_only(port: Port) -> Iterator[None]:
     """Bad outliers have a negative probability."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * (a / clip).clamp(max=1)):
         yield
 
 
-@fault("update", catches=[OPTIMALITY], unless=another_trainer)
+@fault("update", catches=[OPTIMALITY], unless=another_trainer, cause="clipped before it is divided")
 def the_advantage_is_clipped_before_it_is_divided(port: Port) -> Iterator[None]:
     """Clipped to ±1 and then divided by Z: r stays in the middle, or never reaches Z."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * a.clamp(-1, 1) / clip):
         yield
 
 
-@fault("update", catches=[OPTIMALITY, STEP], source="NVlabs/DiffusionNFT #18", unless=another_trainer)
+@fault("update", catches=[OPTIMALITY, STEP], source="NVlabs/DiffusionNFT #18", unless=another_trainer, cause="clip ignored")
 def the_clip_is_always_five(port: Port) -> Iterator[None]:
     """The recipe's clip is ignored: with advantages around ±1 every r lies between 0.4 and 0.6."""
     with _optimality(port, lambda a, clip: 0.5 + 0.5 * (a / 5).clamp(-1, 1)):

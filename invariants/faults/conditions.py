@@ -53,7 +53,7 @@ def without_frames(condition: Any) -> Any:
     return replace(condition, given={}, extra=dict(condition.extra, **rows))
 
 
-@fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT)
+@fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT, cause="given frames noised")
 def given_frames_are_noised_with_the_rest(port: Port) -> Iterator[None]:
     """Given rows are mixed with noise at the level of the generated rows."""
 
@@ -68,7 +68,15 @@ def given_frames_are_noised_with_the_rest(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "packing", catches=[SAME, "conventions::the_same_call_gives_the_same_velocity"], source=CONTRACT, ports=IN_FRONT)
+@fault(
+    "objective",
+    "condition",
+    "packing",
+    catches=[SAME, "conventions::the_same_call_gives_the_same_velocity"],
+    source=CONTRACT,
+    ports=IN_FRONT,
+    cause="randomness in the model",
+)
 def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
     """The small noise of given rows is drawn anew at every call instead of being kept."""
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +90,15 @@ def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[TOLD, VENDOR], source="NVlabs/FastGen PR #26; " + CONTRACT, ports=("h3",))
+@fault(
+    "objective",
+    "condition",
+    "vendor",
+    catches=[TOLD, VENDOR],
+    source="NVlabs/FastGen PR #26; " + CONTRACT,
+    ports=("h3",),
+    cause="given rows told the generated level",
+)
 def given_rows_are_told_the_level_of_generated_rows(port: Port) -> Iterator[None]:
     """The clean anchor is labelled with the noisy rows' level."""
 
@@ -96,7 +112,9 @@ def given_rows_are_told_the_level_of_generated_rows(port: Port) -> Iterator[None
         yield
 
 
-@fault("objective", "condition", "packing", catches=[TOLD], source="NVlabs/FastGen PR #26", ports=("h3",))
+@fault(
+    "objective", "condition", "packing", catches=[TOLD], source="NVlabs/FastGen PR #26", ports=("h3",), cause="given rows told the generated level"
+)
 def the_upstream_row_times_ignore_given_rows(port: Port) -> Iterator[None]:
     """The upstream function that assigns a time to every row gives given rows the video's, for trainer and vendor alike."""
     from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTimestepsStep
@@ -110,7 +128,7 @@ def the_upstream_row_times_ignore_given_rows(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=IN_FRONT)
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=IN_FRONT, cause="given frames dropped")
 def given_frames_are_dropped(port: Port) -> Iterator[None]:
     """Given frames are left out of the sequence: the model generates from the prompt alone."""
 
@@ -124,7 +142,7 @@ def given_frames_are_dropped(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT)
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT, cause="given frames black")
 def given_frames_are_black(port: Port) -> Iterator[None]:
     """Given rows have their place and label but hold zeros."""
 
@@ -137,7 +155,15 @@ def given_frames_are_black(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[CLEAN, VENDOR], source="verl-project/verl-omni commit 2e08eeff, #25", ports=IN_FRONT)
+@fault(
+    "objective",
+    "condition",
+    "vendor",
+    catches=[CLEAN, VENDOR],
+    source="verl-project/verl-omni commit 2e08eeff, #25",
+    ports=IN_FRONT,
+    cause="another sample's frames",
+)
 def given_frames_belong_to_the_next_sample(port: Port) -> Iterator[None]:
     """Inside a batch, each sample gets its neighbour's given frames."""
 
@@ -164,14 +190,22 @@ def anchored(port: Port, change: Any) -> AbstractContextManager[Any]:
     return inject.replace(MiniMaxH3PrepareLayoutStep, "build_packed_sequence", make, clear=(h3.build_layout,))
 
 
-@fault("objective", "condition", "packing", catches=[ENDS], source=CONTRACT, ports=("h3",))
+@fault("objective", "condition", "packing", catches=[ENDS], source=CONTRACT, ports=("h3",), cause="frames at the wrong end")
 def first_and_last_are_exchanged(port: Port) -> Iterator[None]:
     """The upstream layout anchors the first frame at the end and the last at the beginning, for trainer and vendor alike."""
     with anchored(port, lambda anchors: tuple({"first": "last", "last": "first"}[a] for a in anchors)):
         yield
 
 
-@fault("objective", "condition", "packing", catches=[ENDS, ANCHORS], source="AIMixer/ComfyUI_MiniMaxH3_Director#193, #215", ports=("h3",))
+@fault(
+    "objective",
+    "condition",
+    "packing",
+    catches=[ENDS, ANCHORS],
+    source="AIMixer/ComfyUI_MiniMaxH3_Director#193, #215",
+    ports=("h3",),
+    cause="frames at the wrong end",
+)
 def anchors_go_by_their_index_in_the_list(port: Port) -> Iterator[None]:
     """The first entry of the list is anchored at the first frame, whatever its name: {last} alone pins the beginning."""
     with anchored(port, lambda anchors: ("first", "last")[: len(anchors)]):
@@ -299,7 +333,7 @@ def keyframes_are_mirrored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT)
+@fault("objective", "condition", "reference", catches=[AS_VENDOR], ports=IN_FRONT, cause="latents not normalized")
 def keyframe_latents_are_not_normalized(port: Port) -> Iterator[None]:
     """Keyframe latents are used as the autoencoder gives them, without its latent statistics."""
 
@@ -409,7 +443,15 @@ def the_rollout_is_shown_the_frames_in_another_order(port: Port) -> Iterator[Non
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[TOLD, VENDOR], source="NVlabs/FastGen PR #26; " + CONTRACT, ports=("ltx2",))
+@fault(
+    "objective",
+    "condition",
+    "vendor",
+    catches=[TOLD, VENDOR],
+    source="NVlabs/FastGen PR #26; " + CONTRACT,
+    ports=("ltx2",),
+    cause="given rows told the generated level",
+)
 def given_tokens_are_told_the_level_of_generated_ones(port: Port) -> Iterator[None]:
     """Every video token carries the sampling level, the clean first frame's too."""
 

@@ -72,49 +72,63 @@ def other_prompt(port: Any, condition: Any, ids: Any) -> Any:
     return port.condition(tuple(ids), condition.given)
 
 
-@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #383, commit 786dd36c")
+@fault(
+    "objective",
+    "vendor",
+    "packing",
+    catches=[VENDOR, CLEAN, EULER, TOLD],
+    source="verl-project/verl-omni PR #383, commit 786dd36c",
+    cause="time flipped",
+)
 def sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
     """The model gets one minus the level that it wants, in every modality."""
     with data_fraction(port, port.modalities):
         yield
 
 
-@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source=MIRRORED, unless=one_modality)
+@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source=MIRRORED, unless=one_modality, cause="time flipped")
 def the_videos_sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
     """The level of the first modality is mirrored, those of the others are right."""
     with data_fraction(port, port.modalities[:1]):
         yield
 
 
-@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source=MIRRORED, unless=one_modality)
+@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source=MIRRORED, unless=one_modality, cause="time flipped")
 def the_audios_sigma_is_passed_as_the_data_fraction(port: Port) -> Iterator[None]:
     """The level of the last modality is mirrored, those of the others are right."""
     with data_fraction(port, port.modalities[-1:]):
         yield
 
 
-@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="verl-project/verl-omni PR #383, commit 786dd36c")
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="verl-project/verl-omni PR #383, commit 786dd36c", cause="velocity sign flipped")
 def the_velocity_is_not_negated(port: Port) -> Iterator[None]:
     """The data-ward output is handed on as if it pointed to the noise."""
     with negated(port, port.modalities):
         yield
 
 
-@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="primepake/splitmeanflow#2", unless=one_modality)
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source="primepake/splitmeanflow#2", unless=one_modality, cause="velocity sign flipped")
 def the_audios_velocity_is_not_negated(port: Port) -> Iterator[None]:
     """The last modality's velocity points to the data, those of the others to the noise."""
     with negated(port, port.modalities[-1:]):
         yield
 
 
-@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source=MIRRORED, unless=one_modality)
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], source=MIRRORED, unless=one_modality, cause="velocity sign flipped")
 def the_videos_velocity_is_not_negated(port: Port) -> Iterator[None]:
     """The first modality's velocity points to the data, those of the others to the noise."""
     with negated(port, port.modalities[:1]):
         yield
 
 
-@fault("objective", "vendor", "packing", catches=[VENDOR, CLEAN, EULER, TOLD], source="verl-project/verl-omni PR #568, RFC #551")
+@fault(
+    "objective",
+    "vendor",
+    "packing",
+    catches=[VENDOR, CLEAN, EULER, TOLD],
+    source="verl-project/verl-omni PR #568, RFC #551",
+    cause="time and velocity sign flipped",
+)
 def both_conventions_are_mirrored(port: Port) -> Iterator[None]:
     """Time axis and sign are both mirrored; the two mistakes do not cancel."""
     with ExitStack() as stack:
@@ -123,7 +137,7 @@ def both_conventions_are_mirrored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "trained", catches=[TIME], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",))
+@fault("objective", "trained", catches=[TIME], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("h3",), cause="time flipped")
 def trainer_and_vendor_share_a_mirrored_time_axis(port: Port) -> Iterator[None]:
     """The actor itself takes noise fractions, as after an upstream change: vendor's loop and port agree, the weights do not."""
 
@@ -134,7 +148,7 @@ def trainer_and_vendor_share_a_mirrored_time_axis(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "trained", catches=[SIGN], source="verl-project/verl-omni PR #568, RFC #551", ports=("h3", "ltx2"))
+@fault("objective", "trained", catches=[SIGN], source="verl-project/verl-omni PR #568, RFC #551", ports=("h3", "ltx2"), cause="velocity sign flipped")
 def trainer_and_vendor_share_a_mirrored_sign(port: Port) -> Iterator[None]:
     """The actor itself returns the opposite velocity, as after an upstream change of sign: vendor's loop and port agree, the weights do not."""
 
@@ -145,35 +159,49 @@ def trainer_and_vendor_share_a_mirrored_sign(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "packing", catches=[VENDOR, EULER, TOLD], source="verl-project/verl-omni commit a1139baf", unless=one_grid)
+@fault(
+    "objective",
+    "vendor",
+    "packing",
+    catches=[VENDOR, EULER, TOLD],
+    source="verl-project/verl-omni commit a1139baf",
+    unless=one_grid,
+    cause="one modality at another's level",
+)
 def audio_rows_are_told_the_videos_level(port: Port) -> Iterator[None]:
     """All rows of the sequence carry the video's time."""
     with with_sigmas(port, lambda sigmas: dict.fromkeys(sigmas, sigmas[port.modalities[0]])):
         yield
 
 
-@fault("objective", "packing", catches=[BATCH, TOLD], source="hao-ai-lab/FastVideo PR #885; diffusers PR #14355")
+@fault(
+    "objective",
+    "packing",
+    catches=[BATCH, TOLD],
+    source="hao-ai-lab/FastVideo PR #885; diffusers PR #14355",
+    cause="one sample's level for the batch",
+)
 def the_whole_batch_is_told_the_first_samples_level(port: Port) -> Iterator[None]:
     """One list of levels serves the batch, and every sample is denoised at the level of sample 0."""
     with with_sigmas(port, lambda sigmas: {m: s[:1].expand(len(s)).clone() for m, s in sigmas.items()}):
         yield
 
 
-@fault("objective", "packing", catches=[NEARBY, TOLD], source="modelscope/DiffSynth-Studio PR #1025")
+@fault("objective", "packing", catches=[NEARBY, TOLD], source="modelscope/DiffSynth-Studio PR #1025", cause="sigma rounded")
 def sigma_is_rounded_to_bfloat16(port: Port) -> Iterator[None]:
     """The level is cast to bfloat16 before it is embedded."""
     with with_sigmas(port, lambda sigmas: {m: s.bfloat16().float() for m, s in sigmas.items()}):
         yield
 
 
-@fault("objective", "packing", catches=[TOLD], source="modelscope/DiffSynth-Studio PR #1025")
+@fault("objective", "packing", catches=[TOLD], source="modelscope/DiffSynth-Studio PR #1025", cause="sigma rounded")
 def sigma_is_rounded_to_an_integer_step(port: Port) -> Iterator[None]:
     """The level is rounded to one of a thousand integer steps."""
     with with_sigmas(port, lambda sigmas: {m: (s * 1000).round() / 1000 for m, s in sigmas.items()}):
         yield
 
 
-@fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("h3",))
+@fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("h3",), cause="sigma rounded")
 def the_time_embedding_rounds_its_input(port: Port) -> Iterator[None]:
     """The upstream time embedding casts its input to bfloat16: labels look right, the model cannot tell neighbours apart."""
     with inject.replace(port.actor.time_proj, "forward", lambda original: lambda t: original(t.bfloat16().float())):
@@ -198,7 +226,7 @@ def text_rows_are_told_that_they_are_clean(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], ports=("h3",))
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], ports=("h3",), cause="velocity sign flipped")
 def the_scheduler_class_steps_the_other_way(port: Port) -> Iterator[None]:
     """An upgraded scheduler class takes the output to point to the noise, as the usual flow-match scheduler does."""
     from diffusers import MiniMaxH3Scheduler
@@ -210,7 +238,7 @@ def the_scheduler_class_steps_the_other_way(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", catches=[BATCH])
+@fault("objective", catches=[BATCH], cause="samples in another order")
 def results_come_back_in_another_order(port: Port) -> Iterator[None]:
     """The velocities of a batch are those of its samples, moved on by one."""
 
@@ -231,14 +259,14 @@ def no_dropout(port: Port) -> str:
     return "" if _dropouts(port) else "its actor's blocks have no dropout"
 
 
-@fault("objective", catches=[SAME], source="huggingface/trl#3234, #3500", unless=no_dropout)
+@fault("objective", catches=[SAME], source="huggingface/trl#3234, #3500", unless=no_dropout, cause="randomness in the model")
 def dropout_is_active(port: Port) -> Iterator[None]:
     """Dropout is active in the attention output of one block."""
     with inject.replace(_dropouts(port)[0], "forward", lambda original: lambda x: torch.nn.functional.dropout(x, 0.1, training=True)):
         yield
 
 
-@fault("objective", "vendor", catches=[LONG], source="verl-omni commit b6cd74b4 (#357)", unless=no_condition)
+@fault("objective", "vendor", catches=[LONG], source="verl-omni commit b6cd74b4 (#357)", unless=no_condition, cause="prompt truncated")
 def the_actor_sees_no_more_than_77_tokens(port: Port) -> Iterator[None]:
     """The actor's copy of the prompt is cut at 77 tokens."""
 
@@ -278,7 +306,11 @@ def rotary_positions_end_at_120(port: Port) -> Iterator[None]:
 
 
 @fault(
-    "objective", catches=["conventions::samples_with_different_conditions_share_a_batch"], source="verl-omni commit 2e08eeff (#25)", unless=one_mode
+    "objective",
+    catches=["conventions::samples_with_different_conditions_share_a_batch"],
+    source="verl-omni commit 2e08eeff (#25)",
+    unless=one_mode,
+    cause="one sample's conditions for the batch",
 )
 def a_mixed_batch_takes_the_first_samples_conditions(port: Port) -> Iterator[None]:
     """Where the samples of a batch have different condition modes, all of them get the first sample's."""
@@ -294,14 +326,21 @@ def a_mixed_batch_takes_the_first_samples_conditions(port: Port) -> Iterator[Non
         yield
 
 
-@fault("objective", "packing", catches=[TOLD], source="verl-project/verl-omni commit a1139baf", unless=one_modality)
+@fault(
+    "objective",
+    "packing",
+    catches=[TOLD],
+    source="verl-project/verl-omni commit a1139baf",
+    unless=one_modality,
+    cause="one modality at another's level",
+)
 def every_modality_is_told_the_first_ones_level(port: Port) -> Iterator[None]:
     """One level serves all modalities, wherever they stand."""
     with with_sigmas(port, lambda sigmas: dict.fromkeys(sigmas, sigmas[port.modalities[0]])):
         yield
 
 
-@fault("objective", "trained", catches=[TIME], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("ltx2",))
+@fault("objective", "trained", catches=[TIME], source="verl-project/verl-omni PR #383, commit 786dd36c", ports=("ltx2",), cause="time flipped")
 def trainer_and_vendor_share_a_label_that_runs_backwards(port: Port) -> Iterator[None]:
     """The actor itself takes ``1000 − t``, as after an upstream change: vendor's loop and port agree, the weights do not."""
 
@@ -316,7 +355,7 @@ def trainer_and_vendor_share_a_label_that_runs_backwards(port: Port) -> Iterator
         yield
 
 
-@fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("ltx2",))
+@fault("objective", catches=[NEARBY], source="modelscope/DiffSynth-Studio PR #1025", ports=("ltx2",), cause="sigma rounded")
 def both_streams_time_embeddings_round_their_input(port: Port) -> Iterator[None]:
     """The upstream time embedding casts its input to bfloat16: labels look right, the model cannot tell neighbours apart."""
     from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingle
@@ -328,7 +367,7 @@ def both_streams_time_embeddings_round_their_input(port: Port) -> Iterator[None]
         yield
 
 
-@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], ports=("ltx2",))
+@fault("objective", "vendor", catches=[VENDOR, CLEAN, EULER], ports=("ltx2",), cause="velocity sign flipped")
 def the_flow_match_class_steps_the_other_way(port: Port) -> Iterator[None]:
     """An upgraded scheduler class takes the output to point to the data."""
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -35,14 +35,14 @@ def transposed_patch(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return dict(rows) | {"video": video.reshape(*video.shape[:-1], -1, 2, 2).transpose(-1, -2).reshape(video.shape)}
 
 
-@fault("objective", "packing", "vendor", catches=[TRIP, LOOP], ports=("h3",))
+@fault("objective", "packing", "vendor", catches=[TRIP, LOOP], ports=("h3",), cause="layout")
 def patches_are_packed_with_their_axes_exchanged(port: Port) -> Iterator[None]:
     """Height and width are exchanged inside each patch when packing; shapes agree."""
     with packed(port, transposed_patch):
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[VENDOR], ports=("h3",))
+@fault("objective", "packing", "vendor", catches=[VENDOR], ports=("h3",), cause="layout")
 def patches_are_packed_and_unpacked_with_their_axes_exchanged(port: Port) -> Iterator[None]:
     """Packing and unpacking exchange height and width inside each patch alike, so that the round trip is clean and the model sees another layout."""
     with ExitStack() as stack:
@@ -51,7 +51,7 @@ def patches_are_packed_and_unpacked_with_their_axes_exchanged(port: Port) -> Ite
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[TRIP], ports=("h3",))
+@fault("objective", "packing", "vendor", catches=[TRIP], ports=("h3",), cause="layout")
 def the_upstream_patchifier_puts_channels_last(port: Port) -> Iterator[None]:
     """An upgraded upstream packing function orders a patch as ``[h, w, channel]``; the port's unpacking does not follow."""
     from diffusers.modular_pipelines.minimax_h3 import before_denoise
@@ -67,7 +67,7 @@ def the_upstream_patchifier_puts_channels_last(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[VENDOR, ORDER], ports=("h3",))
+@fault("objective", "packing", "vendor", catches=[VENDOR, ORDER], ports=("h3",), cause="layout")
 def audio_rows_are_time_major(port: Port) -> Iterator[None]:
     """Audio rows alternate between the stereo channels, in packing and unpacking alike, while the layout has one channel after the other."""
 
@@ -85,14 +85,14 @@ def audio_rows_are_time_major(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[TRIP])
+@fault("objective", "packing", catches=[TRIP], cause="rows rolled")
 def rows_are_rolled_by_one_when_packed(port: Port) -> Iterator[None]:
     """Every row of a modality holds what belongs to its neighbour."""
     with packed(port, lambda rows: {m: r.roll(1, 1) for m, r in rows.items()}):
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[SEEN, LOOP], ports=("h3", "ltx2"))
+@fault("objective", "packing", "vendor", catches=[SEEN, LOOP], ports=("h3", "ltx2"), cause="rows rolled")
 def rows_enter_the_model_off_by_one(port: Port) -> Iterator[None]:
     """The packed video rows are right, but enter the model one place later."""
 
@@ -108,21 +108,21 @@ def rows_enter_the_model_off_by_one(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[TRIP, MOVES])
+@fault("objective", "packing", catches=[TRIP, MOVES], cause="latents rounded")
 def packing_rounds_values(port: Port) -> Iterator[None]:
     """Latents are rounded to bfloat16 on their way into rows."""
     with packed(port, lambda rows: {m: r.bfloat16().float() for m, r in rows.items()}):
         yield
 
 
-@fault("objective", "packing", catches=[TRIP, MOVES], source="verl-project/verl-omni PR #568, RFC #551")
+@fault("objective", "packing", catches=[TRIP, MOVES], source="verl-project/verl-omni PR #568, RFC #551", cause="one sample's rows for the batch")
 def every_sample_is_packed_from_the_first(port: Port) -> Iterator[None]:
     """All samples of a batch get the rows of sample 0."""
     with packed(port, lambda rows: {m: r[:1].expand_as(r).contiguous() for m, r in rows.items()}):
         yield
 
 
-@fault("objective", "packing", catches=[ORDER], ports=("h3",))
+@fault("objective", "packing", catches=[ORDER], ports=("h3",), cause="time runs backwards")
 def the_layout_runs_backwards_in_time(port: Port) -> Iterator[None]:
     """The upstream layout gives video frames their times in reverse order, for trainer and vendor alike."""
     from diffusers.modular_pipelines.minimax_h3 import before_denoise
@@ -136,7 +136,7 @@ def the_layout_runs_backwards_in_time(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[ORDER], ports=("h3",))
+@fault("objective", "packing", catches=[ORDER], ports=("h3",), cause="clock starts late")
 def the_videos_clock_starts_after_the_audio(port: Port) -> Iterator[None]:
     """Video frames are placed one unit later than the audio that belongs to them."""
     from diffusers.modular_pipelines.minimax_h3 import before_denoise
@@ -150,7 +150,7 @@ def the_videos_clock_starts_after_the_audio(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[ALONE], source="vllm-project/vllm-omni#4443, PR #4474", ports=("h3",))
+@fault("objective", "packing", catches=[ALONE], source="vllm-project/vllm-omni#4443, PR #4474", ports=("h3",), cause="positions depend on the batch")
 def media_positions_start_after_the_longest_prompt(port: Port) -> Iterator[None]:
     """Rotary times of audio and video start after the longest prompt of the batch, not after the sample's own."""
 
@@ -168,7 +168,7 @@ def media_positions_start_after_the_longest_prompt(port: Port) -> Iterator[None]
         yield
 
 
-@fault("objective", "packing", catches=[COUNTED], source="mosaicml/diffusion PR #147, #149", ports=("h3",))
+@fault("objective", "packing", catches=[COUNTED], source="mosaicml/diffusion PR #147, #149", ports=("h3",), cause="prompt padded")
 def prompts_are_padded_to_a_fixed_width(port: Port) -> Iterator[None]:
     """Prompt embeddings are padded with zero rows, which the model, having no mask, takes for text."""
 
@@ -194,7 +194,7 @@ def prompts_are_padded_to_a_fixed_width(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[COUNTED], source="verl-project/verl-omni commit b6cd74b4, PR #357", ports=("h3",))
+@fault("objective", "packing", catches=[COUNTED], source="verl-project/verl-omni commit b6cd74b4, PR #357", ports=("h3",), cause="prompt truncated")
 def the_actor_sees_the_prompt_without_its_tail(port: Port) -> Iterator[None]:
     """A pad amount that turns negative crops the embeddings that the actor sees."""
 
@@ -218,14 +218,14 @@ def _video_rows(change: Any) -> AbstractContextManager[Any]:
     return inject.replace(LTX2Pipeline, "_pack_latents", lambda original: lambda latents, *args: original(change(latents), *args))
 
 
-@fault("objective", "packing", "vendor", catches=[TRIP], ports=("ltx2",))
+@fault("objective", "packing", "vendor", catches=[TRIP], ports=("ltx2",), cause="layout")
 def the_upstream_packing_exchanges_height_and_width(port: Port) -> Iterator[None]:
     """An upgraded upstream packing function goes down the columns of a frame; the port's unpacking does not follow."""
     with _video_rows(lambda latents: latents.transpose(-1, -2)):
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[TRIP, LOOP], ports=("ltx2",))
+@fault("objective", "packing", "vendor", catches=[TRIP, LOOP], ports=("ltx2",), cause="layout")
 def frames_are_packed_down_their_columns(port: Port) -> Iterator[None]:
     """Video rows go down the columns of a frame when packing; shapes agree."""
 
@@ -236,7 +236,7 @@ def frames_are_packed_down_their_columns(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", "vendor", catches=[VENDOR], ports=("ltx2",))
+@fault("objective", "packing", "vendor", catches=[VENDOR], ports=("ltx2",), cause="layout")
 def mel_bins_come_before_channels(port: Port) -> Iterator[None]:
     """Packing and unpacking put an audio row's mel bins before its channels alike, so that the round trip is clean and the model sees another row."""
     channels, bins = port.audio_shape
@@ -265,21 +265,29 @@ def _clock(stream: str, change: Any) -> Any:
     return inject.replace(LTX2AudioVideoRotaryPosEmbed, f"prepare_{stream}_coords", make)
 
 
-@fault("objective", "packing", catches=[ORDER], ports=("ltx2",))
+@fault("objective", "packing", catches=[ORDER], ports=("ltx2",), cause="time runs backwards")
 def the_videos_clock_runs_backwards(port: Port) -> Iterator[None]:
     """The upstream model gives video frames their times in reverse order, for trainer and vendor alike."""
     with _clock("video", lambda times: times.flip(1)):
         yield
 
 
-@fault("objective", "packing", catches=[ORDER], ports=("ltx2",))
+@fault("objective", "packing", catches=[ORDER], ports=("ltx2",), cause="clock starts late")
 def the_audios_clock_starts_late(port: Port) -> Iterator[None]:
     """Audio is placed a tenth of a second later than the video that belongs to it."""
     with _clock("audio", lambda times: times + 0.1):
         yield
 
 
-@fault("objective", "packing", "condition", catches=[COUNTED], source="verl-project/verl-omni RFC #396", ports=("h3", "ltx2"))
+@fault(
+    "objective",
+    "packing",
+    "condition",
+    catches=[COUNTED],
+    source="verl-project/verl-omni RFC #396",
+    ports=("h3", "ltx2"),
+    cause="given frames dropped",
+)
 def given_frames_have_no_rows(port: Port) -> Iterator[None]:
     """Given frames are part of the conditions and of no row."""
     from loudfail.invariants.faults.conditions import without_frames
@@ -291,7 +299,9 @@ def given_frames_have_no_rows(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "packing", catches=[ALONE], source="vllm-project/vllm-omni#4443, PR #4474", ports=("ltx2",))
+@fault(
+    "objective", "packing", catches=[ALONE], source="vllm-project/vllm-omni#4443, PR #4474", ports=("ltx2",), cause="positions depend on the batch"
+)
 def clocks_go_on_from_sample_to_sample(port: Port) -> Iterator[None]:
     """The audio of each sample of a batch begins a second after that of the sample before."""
 

@@ -35,35 +35,35 @@ def the_rollout_tokenizes_the_decoded_prompt(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("prompt", catches=[IDS, ALIKE], source="verl-project/verl-omni commit 786dd36c")
+@fault("prompt", catches=[IDS, ALIKE], source="verl-project/verl-omni commit 786dd36c", cause="chat template")
 def the_rollout_wraps_the_prompt_in_a_chat_template(port: Port) -> Iterator[None]:
     """A generic agent loop puts the prompt into a chat turn."""
     with other_ids(port, lambda ids: (*port.tokenize("<|im_start|>user\n"), *ids, *port.tokenize("<|im_end|>\n"))):
         yield
 
 
-@fault("prompt", catches=[IDS, ALIKE, EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+@fault("prompt", catches=[IDS, ALIKE, EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357", cause="prompt truncated")
 def the_rollout_cuts_the_prompt(port: Port) -> Iterator[None]:
     """Prompts are cut to their first tokens before the rollout's encoder."""
     with other_ids(port, lambda ids: ids[:3]):
         yield
 
 
-@fault("prompt", catches=[EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+@fault("prompt", catches=[EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357", cause="embedding truncated")
 def the_trainer_crops_the_embedding(port: Port) -> Iterator[None]:
     """A negative pad amount crops the trainer's embedding of long prompts."""
     with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids)[:16]):
         yield
 
 
-@fault("prompt", "objective", catches=[ALIKE, CARRY], source="huggingface/diffusers#13931, commit 7bf00006aa")
+@fault("prompt", "objective", catches=[ALIKE, CARRY], source="huggingface/diffusers#13931, commit 7bf00006aa", cause="embedding reversed")
 def the_trainers_embedding_is_reversed(port: Port) -> Iterator[None]:
     """Token order is reversed on the way out of the trainer's encoder."""
     with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids).flip(0)):
         yield
 
 
-@fault("prompt", catches=[ALIKE, EVERY], source="mosaicml/diffusion PR #147, #149")
+@fault("prompt", catches=[ALIKE, EVERY], source="mosaicml/diffusion PR #147, #149", cause="embedding padded")
 def the_trainers_embedding_is_padded(port: Port) -> Iterator[None]:
     """The trainer pads embeddings with zero rows that no mask takes away; the rollout does not."""
     import torch
@@ -110,14 +110,14 @@ def the_trainer_reads_the_last_hidden_state(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("prompt", "objective", catches=[DIFFERENT, ALIKE], source="Comfy-Org/ComfyUI#15805")
+@fault("prompt", "objective", catches=[DIFFERENT, ALIKE], source="Comfy-Org/ComfyUI#15805", cause="embedding constant")
 def every_prompt_has_one_embedding(port: Port) -> Iterator[None]:
     """Embeddings do not depend on the tokens, only on their number."""
     with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(tuple(ids[:1]) * len(ids)) * 0 + 1):
         yield
 
 
-@fault("prompt", "objective", catches=[CARRY], source="verl-project/verl-omni commit 2e08eeff, #25")
+@fault("prompt", "objective", catches=[CARRY], source="verl-project/verl-omni commit 2e08eeff, #25", cause="another sample's conditions")
 def the_prompts_of_a_batch_are_exchanged(port: Port) -> Iterator[None]:
     """Conditions of a batch are in another order than its samples."""
     with inject.replace(port, "conditions", lambda original: lambda case: list(reversed(original(case)))):
@@ -139,7 +139,12 @@ def training_encodes_a_stripped_prompt(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", catches=[SWAP, "conventions::the_samples_of_a_batch_do_not_influence_each_other"], source="Tencent-Hunyuan/UniRL#326")
+@fault(
+    "objective",
+    catches=[SWAP, "conventions::the_samples_of_a_batch_do_not_influence_each_other"],
+    source="Tencent-Hunyuan/UniRL#326",
+    cause="another sample's conditions",
+)
 def samples_are_denoised_under_the_next_samples_prompt(port: Port) -> Iterator[None]:
     """Inside a batch, each sample gets its neighbour's prompt."""
 
@@ -150,7 +155,7 @@ def samples_are_denoised_under_the_next_samples_prompt(port: Port) -> Iterator[N
         yield
 
 
-@fault("objective", catches=[HEARD], source="Comfy-Org/ComfyUI#15805", unless=no_condition)
+@fault("objective", catches=[HEARD], source="Comfy-Org/ComfyUI#15805", unless=no_condition, cause="prompt missing")
 def the_prompt_has_no_effect(port: Port) -> Iterator[None]:
     """The model is given one prompt, whatever the sample's."""
 
@@ -175,21 +180,21 @@ def strips(port: Port) -> str:
     return "the vendor's pipeline strips prompts itself" if same else ""
 
 
-@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="Tencent-Hunyuan/UniRL#326", unless=strips)
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="Tencent-Hunyuan/UniRL#326", unless=strips, cause="text edited")
 def the_dataset_strips_the_text(port: Port) -> Iterator[None]:
     """Prompts lose the white space around them before they are tokenized."""
     with other_text(port, str.strip):
         yield
 
 
-@fault("prompt", "reference", catches=[DATASET])
+@fault("prompt", "reference", catches=[DATASET], cause="text edited")
 def the_dataset_lower_cases_the_text(port: Port) -> Iterator[None]:
     """Prompts are lower-cased before they are tokenized, as for older text encoders."""
     with other_text(port, str.lower):
         yield
 
 
-@fault("prompt", "reference", catches=[DATASET], source="verl-project/verl-omni commit 786dd36c")
+@fault("prompt", "reference", catches=[DATASET], source="verl-project/verl-omni commit 786dd36c", cause="text edited")
 def special_tokens_are_parsed_away(port: Port) -> Iterator[None]:
     """Text that spells a special token is removed from prompts as if it were markup."""
     import re
@@ -198,14 +203,22 @@ def special_tokens_are_parsed_away(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357")
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357", cause="prompt truncated")
 def the_dataset_cuts_long_prompts(port: Port) -> Iterator[None]:
     """The dataset stores the first 128 tokens."""
     with inject.replace(port, "tokenize", lambda original: lambda text: original(text)[:128]):
         yield
 
 
-@fault("objective", "prompt", "reference", catches=[AS_VENDOR], source="verl-project/verl-omni commit b6cd74b4, PR #357", unless=no_condition)
+@fault(
+    "objective",
+    "prompt",
+    "reference",
+    catches=[AS_VENDOR],
+    source="verl-project/verl-omni commit b6cd74b4, PR #357",
+    unless=no_condition,
+    cause="prompt truncated",
+)
 def conditions_are_cut(port: Port) -> Iterator[None]:
     """Conditions keep the first 128 rows of an embedding, for trainer and rollout alike."""
 
@@ -217,14 +230,14 @@ def conditions_are_cut(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",))
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",), cause="text not edited")
 def the_dataset_keeps_white_space_that_the_pipeline_strips(port: Port) -> Iterator[None]:
     """Prompts are tokenized with the white space around them, which the vendor's pipeline takes away."""
     with inject.replace(port, "tokenize", lambda _: lambda text: tuple(port.tokenizer(text)["input_ids"])):
         yield
 
 
-@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",))
+@fault("prompt", "reference", catches=[DATASET, AS_VENDOR], ports=("ltx2",), cause="first token missing")
 def the_dataset_has_no_first_token(port: Port) -> Iterator[None]:
     """Ids are stored without the token that begins a text."""
     with inject.replace(port, "tokenize", lambda original: lambda text: original(text)[1:] or original(text)):

@@ -88,14 +88,14 @@ def module(port: Port, name: str) -> ModuleType:
 
 
 # -- decoder -----------------------------------------------------------------------------------------------------------------------------------------
-@fault("objective", "media", "reward", catches=[DECODED, RANGE, REACH], source="verl-omni PR #368")
+@fault("objective", "media", "reward", catches=[DECODED, RANGE, REACH], source="verl-omni PR #368", cause="modality missing")
 def the_audio_is_absent_from_the_decoded_media(port: Port) -> Iterator[None]:
     """Silence takes the place of the decoded audio, because it was looked for elsewhere."""
     with decoding(port, sound(lambda x: 0 * x)):
         yield
 
 
-@fault("objective", "media", catches=[DECODED], source="own")
+@fault("objective", "media", catches=[DECODED], source="own", cause="one sample's part for the batch")
 def every_sample_gets_the_first_ones_audio(port: Port) -> Iterator[None]:
     """All samples of a batch carry the audio of its first."""
 
@@ -106,7 +106,7 @@ def every_sample_gets_the_first_ones_audio(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "media", catches=[DECODED], source="grpo-flat #2; R1-V #67")
+@fault("objective", "media", catches=[DECODED], source="grpo-flat #2; R1-V #67", cause="another sample's part")
 def every_sample_gets_its_neighbours_audio(port: Port) -> Iterator[None]:
     """Video and audio of a batch are put together one sample off."""
     with decoding(port, neighbour):
@@ -118,21 +118,21 @@ def neighbour(media: Samples) -> Samples:
     return [replace(one, **{name: getattr(other, name) for name, part in vars(one).items() if isinstance(part, Audio)}) for one, other in pairs]
 
 
-@fault("objective", "media", catches=[RANGE], source="mteb PR #5404; CLAP #38; audiocraft #266")
+@fault("objective", "media", catches=[RANGE], source="mteb PR #5404; CLAP #38; audiocraft #266", cause="another rate")
 def the_decoded_audio_is_labelled_with_another_rate(port: Port) -> Iterator[None]:
     """The waveform says 48 kHz, whatever the decoder's rate."""
     with decoding(port, parts(Audio, lambda part: Audio(part.waveform, 48_000))):
         yield
 
 
-@fault("objective", "media", catches=[RANGE], source="verl-omni commit 57a9441d (#373)")
+@fault("objective", "media", catches=[RANGE], source="verl-omni commit 57a9441d (#373)", cause="range scaled twice")
 def the_pixels_are_scaled_twice_and_clipped(port: Port) -> Iterator[None]:
     """Pixels that are 0 to 255 already are multiplied by 255 and clipped."""
     with decoding(port, parts(Video, lambda part: Video(np.clip(part.frames.astype(np.int64) * 255, 0, 255).astype(np.uint8), part.fps))):
         yield
 
 
-@fault("objective", "media", catches=[RANGE], source="own")
+@fault("objective", "media", catches=[RANGE], source="own", cause="range divided")
 def the_waveform_is_divided_by_the_integer_range(port: Port) -> Iterator[None]:
     """A float waveform is divided by 32768, as if it were int16: almost silence."""
     with decoding(port, sound(lambda x: x / 32768)):
@@ -140,42 +140,42 @@ def the_waveform_is_divided_by_the_integer_range(port: Port) -> Iterator[None]:
 
 
 # -- before the scorers ------------------------------------------------------------------------------------------------------------------------------
-@fault("objective", "media", "reward", catches=[REACH, EXCHANGE, EDIT, TONE], source="verl-omni PR #368; ai-toolkit #701")
+@fault("objective", "media", "reward", catches=[REACH, EXCHANGE, EDIT, TONE], source="verl-omni PR #368; ai-toolkit #701", cause="modality missing")
 def the_scorers_get_silence(port: Port) -> Iterator[None]:
     """Every waveform that reaches the scorers is zero."""
     with before(port, media_only(sound(lambda x: 0 * x))):
         yield
 
 
-@fault("media", "reward", catches=[TONE], source="own")
+@fault("media", "reward", catches=[TONE], source="own", cause="modality missing")
 def the_scorers_get_a_constant(port: Port) -> Iterator[None]:
     """Every waveform that reaches the scorers is its own mean: the time axis was averaged away."""
     with before(port, media_only(sound(lambda x: 0 * x + x.mean(axis=1, keepdims=True)))):
         yield
 
 
-@fault("media", "reward", catches=[ALONE], source="grpo-flat #2; R1-V #67")
+@fault("media", "reward", catches=[ALONE], source="grpo-flat #2; R1-V #67", cause="another sample's part")
 def the_sound_of_another_sample_is_scored(port: Port) -> Iterator[None]:
     """Each sample is scored with the sound of the next one of its batch."""
     with before(port, media_only(neighbour)):
         yield
 
 
-@fault("media", "reward", catches=[ALONE], source="UniRL #326")
+@fault("media", "reward", catches=[ALONE], source="UniRL #326", cause="another sample's prompt")
 def the_prompt_of_another_sample_is_scored(port: Port) -> Iterator[None]:
     """Each sample is scored with the prompt of the next one of its batch."""
     with before(port, lambda media, prompts: (media, rotate(prompts) if len(prompts) > 1 else prompts)):
         yield
 
 
-@fault("objective", "media", "reward", catches=[REACH, EXCHANGE, IDS], source="Flow-Factory commit 724c911 (#126)")
+@fault("objective", "media", "reward", catches=[REACH, EXCHANGE, IDS], source="Flow-Factory commit 724c911 (#126)", cause="prompt missing")
 def the_reward_is_blind_to_the_prompt(port: Port) -> Iterator[None]:
     """Every sample is scored with the same prompt."""
     with before(port, lambda media, prompts: (media, ["a video with sound"] * len(prompts))):
         yield
 
 
-@fault("media", "reward", catches=[TONE, RATE], source="mteb PR #5404; CLAP #38")
+@fault("media", "reward", catches=[TONE, RATE], source="mteb PR #5404; CLAP #38", cause="rate ignored")
 def the_rate_of_the_sound_is_assumed(port: Port) -> Iterator[None]:
     """The scorers are told 44.1 kHz, whatever the rate of the waveform."""
     with before(port, media_only(parts(Audio, lambda part: Audio(part.waveform, 44_100)))):
@@ -189,14 +189,14 @@ def channels_and_samples_are_exchanged(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("media", "reward", catches=[CHANNELS], source="own")
+@fault("media", "reward", catches=[CHANNELS], source="own", cause="channel dropped")
 def one_channel_is_dropped(port: Port) -> Iterator[None]:
     """Only the left channel is scored."""
     with before(port, media_only(sound(lambda x: x[[0, 0]]))):
         yield
 
 
-@fault("media", "reward", catches=[EDIT], source="own")
+@fault("media", "reward", catches=[EDIT], source="own", cause="second half not scored")
 def only_the_first_half_of_the_sound_is_scored(port: Port) -> Iterator[None]:
     """The sound is cut to half of its length."""
     with before(port, media_only(sound(lambda x: x[:, : max(1, x.shape[1] // 2)]))):
@@ -215,14 +215,14 @@ def a_batch_is_cut_to_its_shortest_sound(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("media", "reward", catches=[EDIT], source="own")
+@fault("media", "reward", catches=[EDIT], source="own", cause="only the first frame")
 def only_the_first_frame_is_scored(port: Port) -> Iterator[None]:
     """The video is its first frame, repeated."""
     with before(port, media_only(parts(Video, lambda part: Video(np.repeat(part.frames[:1], len(part.frames), axis=0), part.fps)))):
         yield
 
 
-@fault("objective", "media", "reward", catches=[REACH, EXCHANGE], source="own")
+@fault("objective", "media", "reward", catches=[REACH, EXCHANGE], source="own", cause="scores cached")
 def media_is_cached_by_prompt(port: Port) -> Iterator[None]:
     """The cache of what is scored has the prompt as its key: a second sample of a prompt gets the first one's scores."""
     cache: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def samples_without_a_prompt_are_left_out(port: Port) -> Iterator[None]:
 
 
 # -- inside the scorers ------------------------------------------------------------------------------------------------------------------------------
-@fault("media", "reward", catches=[TONE], source="own", unless=another_reward)
+@fault("media", "reward", catches=[TONE], source="own", unless=another_reward, cause="waveform in integer range")
 def clap_gets_the_integer_range(port: Port) -> Iterator[None]:
     """CLAP's waveform runs from -32768 to 32767."""
     with inject.replace(module(port, "clap"), "mix_down", lambda original: lambda audio: original(audio) * 32768):
@@ -287,7 +287,15 @@ def long_clips_are_cropped_at_random(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "media", "reward", catches=[IDS, EXCHANGE], source="transformers 5: tokenizers without files", unless=another_reward)
+@fault(
+    "objective",
+    "media",
+    "reward",
+    catches=[IDS, EXCHANGE],
+    source="transformers 5: tokenizers without files",
+    unless=another_reward,
+    cause="prompt missing",
+)
 def the_tokenizer_knows_five_tokens(port: Port) -> Iterator[None]:
     """CLAP's tokenizer lost its files: every prompt is the ids 2, 3, and nobody compares them."""
 
@@ -299,7 +307,7 @@ def the_tokenizer_knows_five_tokens(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("media", "reward", catches=[ALONE], source="UniRL #326", unless=another_reward)
+@fault("media", "reward", catches=[ALONE], source="UniRL #326", unless=another_reward, cause="scores depend on the batch")
 def a_sample_is_compared_with_every_prompt(port: Port) -> Iterator[None]:
     """CLAP's agreement is that with the mean of all prompts of the batch."""
 
@@ -342,7 +350,7 @@ def summed(reward: Any, scores: dict[str, torch.Tensor], names: Sequence[str]) -
     return scores | {"total": sum((reward.weights[name] * scores[name] for name in names), zero)}
 
 
-@fault("objective", "media", "reward", catches=[SUM, REACH], source="LTX-2 #94; DiffSynth-Studio #1655")
+@fault("objective", "media", "reward", catches=[SUM, REACH], source="LTX-2 #94; DiffSynth-Studio #1655", cause="sub-scores missing from the total")
 def the_total_is_the_videos_only(port: Port) -> Iterator[None]:
     """The total adds up only what does not depend on sound; it still moves with the video."""
     reward = port.reward()
@@ -359,7 +367,7 @@ def _one(port: Port) -> dict[str, torch.Tensor]:
     return case.normal("clean", port.shapes(case))
 
 
-@fault("media", "reward", catches=[SUM], source="verl-omni commit 786dd36c (weights not renormalised)")
+@fault("media", "reward", catches=[SUM], source="verl-omni commit 786dd36c (weights not renormalised)", cause="sub-scores missing from the total")
 def one_weight_is_lost(port: Port) -> Iterator[None]:
     """The last sub-score is missing from the total."""
     reward = port.reward()
@@ -367,14 +375,14 @@ def one_weight_is_lost(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("media", "reward", catches=[SUM], source="own")
+@fault("media", "reward", catches=[SUM], source="own", cause="total negated")
 def the_total_has_the_other_sign(port: Port) -> Iterator[None]:
     """The total is a loss, lower is better."""
     with after(port, lambda scores: scores | {"total": -scores["total"]}):
         yield
 
 
-@fault("media", "reward", catches=[SUM], source="own")
+@fault("media", "reward", catches=[SUM], source="own", cause="sub-score missing")
 def a_subscore_is_not_logged(port: Port) -> Iterator[None]:
     """One sub-score is counted in the total and left out of the result."""
     lost = sorted(port.reward().weights)[0]
@@ -382,14 +390,14 @@ def a_subscore_is_not_logged(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "media", "reward", catches=[SUM, EXCHANGE], source="own", unless=another_reward)
+@fault("objective", "media", "reward", catches=[SUM, EXCHANGE], source="own", unless=another_reward, cause="sub-scores exchanged")
 def two_subscores_have_each_others_names(port: Port) -> Iterator[None]:
     """Text-audio and audio-video agreement are logged under each other's name."""
     with after(port, lambda scores: scores | {"clap": scores["loudness_brightness"], "loudness_brightness": scores["clap"]}):
         yield
 
 
-@fault("media", "reward", catches=[ALONE, SUM], source="R1-V #67")
+@fault("media", "reward", catches=[ALONE, SUM], source="R1-V #67", cause="total normalized over the batch")
 def the_total_is_normalized_over_the_batch(port: Port) -> Iterator[None]:
     """The total of a sample depends on the others of its batch."""
     with after(port, lambda scores: scores | {"total": scores["total"] - scores["total"].mean()}):

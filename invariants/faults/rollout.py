@@ -40,7 +40,7 @@ def label_is_sigma() -> Any:
     return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: 1 - v for m, v in s.items()}, c))
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383", unless=fused)
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383", unless=fused, cause="time flipped")
 def the_engine_is_told_the_data_fraction(port: Port) -> Iterator[None]:
     """The engine's time label runs the other way than the actor's."""
     with inject.in_ranks(port, label_is_sigma):
@@ -51,7 +51,15 @@ def sign_is_data_ward() -> Any:
     return _engine_velocity(lambda original, *args: {m: -v for m, v in original(*args).items()})
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="verl-omni PR #383; splitmeanflow #2", unless=fused)
+@fault(
+    "objective",
+    "engine",
+    "adapter",
+    catches=[VELOCITY, EFFECT],
+    source="verl-omni PR #383; splitmeanflow #2",
+    unless=fused,
+    cause="velocity sign flipped",
+)
 def the_engines_velocity_is_reversed(port: Port) -> Iterator[None]:
     """The engine's raw output is used without the sign change that its convention needs."""
     with inject.in_ranks(port, sign_is_data_ward):
@@ -62,7 +70,15 @@ def one_sigma_for_the_batch() -> Any:
     return _engine_velocity(lambda original, rank, x, s, c: original(rank, x, {m: v[:1].expand(len(v)) for m, v in s.items()}, c))
 
 
-@fault("objective", "engine", "adapter", catches=[BATCH, VELOCITY], source="diffusers #14355; FastVideo PR #885", unless=fused)
+@fault(
+    "objective",
+    "engine",
+    "adapter",
+    catches=[BATCH, VELOCITY],
+    source="diffusers #14355; FastVideo PR #885",
+    unless=fused,
+    cause="one sample's level for the batch",
+)
 def every_sample_gets_the_first_ones_sigma(port: Port) -> Iterator[None]:
     """The batch is denoised at the noise level of its first sample."""
     with inject.in_ranks(port, one_sigma_for_the_batch):
@@ -76,7 +92,7 @@ def last_rank_drifts() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", catches=[RANKS], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4), unless=fused)
+@fault("objective", "engine", catches=[RANKS], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4), unless=fused, cause="ranks disagree")
 def one_rank_returns_something_else(port: Port) -> Iterator[None]:
     """The last rank's result differs by a thousandth; the driver reads rank 0."""
     with inject.in_ranks(port, last_rank_drifts):
@@ -91,7 +107,7 @@ def rows_of_ranks_mix() -> Any:
     return _engine_velocity(change)
 
 
-@fault("objective", "engine", catches=[RANKS], degrees=(1,), unless=fused)
+@fault("objective", "engine", catches=[RANKS], degrees=(1,), unless=fused, cause="not a number")
 def the_single_rank_returns_nan(port: Port) -> Iterator[None]:
     """At tensor parallel 1 the velocity is not a number."""
     with inject.in_ranks(port, rows_of_ranks_mix):
@@ -120,7 +136,7 @@ def prompt_is_dropped() -> Any:
     return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="ComfyUI #15805", ports=["h3"])
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="ComfyUI #15805", ports=["h3"], cause="prompt missing")
 def the_engine_ignores_the_prompt(port: Port) -> Iterator[None]:
     """The prompt embedding that the engine uses is zero."""
     with inject.in_ranks(port, prompt_is_dropped):
@@ -155,7 +171,9 @@ def audio_walks_the_video_schedule() -> Any:
     return inject.replace(H3Fused, "grid", lambda original: lambda self, calls: dict.fromkeys(("video", "audio"), original(self, calls)["video"]))
 
 
-@fault("objective", "vendor", "engine", "adapter", catches=[LOOP], source="ostris/ai-toolkit #720", ports=["h3"])
+@fault(
+    "objective", "vendor", "engine", "adapter", catches=[LOOP], source="ostris/ai-toolkit #720", ports=["h3"], cause="one modality at another's level"
+)
 def audio_is_sampled_on_the_videos_schedule(port: Port) -> Iterator[None]:
     """One schedule serves both modalities in the rollout; it is self-consistent, so that only the vendor's loop tells."""
     with inject.in_ranks(port, audio_walks_the_video_schedule):
@@ -171,7 +189,16 @@ def audio_label_is_the_videos() -> Any:
     return inject.replace(MiniMaxH3DenoiseBranch, "fill_timesteps", make)
 
 
-@fault("objective", "vendor", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="ostris/ai-toolkit #720", ports=["h3"])
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    "adapter",
+    catches=[VELOCITY, REPLAY, LOOP],
+    source="ostris/ai-toolkit #720",
+    ports=["h3"],
+    cause="one modality at another's level",
+)
 def audio_rows_carry_the_videos_time(port: Port) -> Iterator[None]:
     """Audio rows walk their own schedule and are labelled with the video's time."""
     with inject.in_ranks(port, audio_label_is_the_videos):
@@ -199,7 +226,7 @@ def _recorded(port: Port, change: Any) -> Any:
     return inject.in_engines(port, "rollout", lambda original: lambda noise, calls, conditions: change(original, noise, calls, conditions))
 
 
-@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], source="verl-omni issue #280")
+@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], source="verl-omni issue #280", cause="record one step off")
 def sigmas_are_recorded_one_step_late(port: Port) -> Iterator[None]:
     """Each recorded step carries the sigma of the step before."""
 
@@ -211,7 +238,7 @@ def sigmas_are_recorded_one_step_late(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY])
+@fault("objective", "engine", "adapter", catches=[RECORDED, REPLAY], cause="record one step off")
 def latents_are_recorded_after_the_step(port: Port) -> Iterator[None]:
     """The recorder keeps the latents that came out instead of those that went in."""
 
@@ -222,7 +249,7 @@ def latents_are_recorded_after_the_step(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "engine", catches=[RECORDED])
+@fault("objective", "engine", catches=[RECORDED], cause="a step recorded twice")
 def the_last_step_is_recorded_twice(port: Port) -> Iterator[None]:
     """The record repeats its last step in place of the one before."""
 
@@ -234,7 +261,7 @@ def the_last_step_is_recorded_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "engine", "adapter", catches=[REPLAY], source="verl-omni issue #280, PR #279")
+@fault("objective", "engine", "adapter", catches=[REPLAY], source="verl-omni issue #280, PR #279", cause="a model call too few or too many")
 def the_rollout_makes_one_call_less(port: Port) -> Iterator[None]:
     """A step count is adjusted once too often: N − 1 model calls."""
     with _recorded(port, lambda original, noise, calls, conditions: original(noise, calls - 1, conditions)):
@@ -281,7 +308,7 @@ def rounded_to_bfloat16() -> Any:
     return _engine_velocity(lambda original, *args: {m: v.bfloat16().float() for m, v in original(*args).items()})
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291", unless=fused)
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291", unless=fused, cause="rounded to bfloat16")
 def the_engine_answers_in_bfloat16(port: Port) -> Iterator[None]:
     """The engine's velocity is rounded to bfloat16 on its way out."""
     with inject.in_ranks(port, rounded_to_bfloat16):
@@ -354,7 +381,7 @@ def text_cut_at_64() -> Any:
     return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
 
 
-@fault("objective", "engine", "adapter", catches=[LONG], source="verl-omni commit b6cd74b4 (#357)", ports=["h3"])
+@fault("objective", "engine", "adapter", catches=[LONG], source="verl-omni commit b6cd74b4 (#357)", ports=["h3"], cause="prompt truncated")
 def the_engine_cuts_prompts_at_64_tokens(port: Port) -> Iterator[None]:
     """The engine's prompt embedding is zero from the sixty-fifth token on."""
     with inject.in_ranks(port, text_cut_at_64):

@@ -31,14 +31,28 @@ def one_grid(port: Port) -> str:
     return "its modalities walk one grid" if all(torch.equal(grid, grids[0]) for grid in grids) else ""
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED, EULER], source="verl-project/verl-omni#280, PR #279")
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    catches=[VENDOR, ROLLOUT, ENDS, VISITED, EULER],
+    source="verl-project/verl-omni#280, PR #279",
+    cause="grid with a point less",
+)
 def the_grid_has_one_point_less(port: Port) -> Iterator[None]:
     """The trainer replays a table that is one point shorter than the rollout's, for an adjustment that an older engine needed."""
     with inject.replace(port, "grid", lambda original: lambda calls, case=None: original(max(calls - 1, port.least_calls), case)):
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, ENDS, VISITED], source="huggingface/diffusers#13730, commit 32ecbe3836")
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    catches=[VENDOR, ROLLOUT, ENDS, VISITED],
+    source="huggingface/diffusers#13730, commit 32ecbe3836",
+    cause="terminal level doubled",
+)
 def the_terminal_level_is_appended_twice(port: Port) -> Iterator[None]:
     """The terminal 0 is appended to a grid that holds it already: one model call too many, at sigma 0."""
 
@@ -49,7 +63,15 @@ def the_terminal_level_is_appended_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA, EULER], source="huggingface/diffusers#13243", unless=no_shift)
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    catches=[VENDOR, ROLLOUT, VISITED, FORMULA, EULER],
+    source="huggingface/diffusers#13243",
+    unless=no_shift,
+    cause="shift applied twice",
+)
 def the_shift_is_applied_twice(port: Port) -> Iterator[None]:
     """A grid that is shifted already is shifted again."""
 
@@ -60,7 +82,7 @@ def the_shift_is_applied_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "engine", catches=[ROLLOUT, FORMULA, WALKED], source="huggingface/diffusers#13243", ports=("h3",))
+@fault("objective", "engine", catches=[ROLLOUT, FORMULA, WALKED], source="huggingface/diffusers#13243", ports=("h3",), cause="shift applied twice")
 def the_scheduler_class_shifts_twice(port: Port) -> Iterator[None]:
     """The upstream scheduler class itself shifts its grid twice, for trainer and vendor alike; the rollout's does not."""
     from diffusers import MiniMaxH3Scheduler
@@ -77,7 +99,15 @@ def the_scheduler_class_shifts_twice(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, FORMULA], source="huggingface/diffusers#13243", unless=no_shift)
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    catches=[VENDOR, ROLLOUT, VISITED, FORMULA],
+    source="huggingface/diffusers#13243",
+    unless=no_shift,
+    cause="grid of flow-match Euler",
+)
 def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
     """The grid comes from the usual flow-match scheduler, whose end points are shifted once when it is built and again with the grid."""
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -97,7 +127,15 @@ def the_grid_is_that_of_flow_match_euler(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", "engine", catches=[VENDOR, ROLLOUT, VISITED, EULER], source="ostris/ai-toolkit PR #720", unless=one_grid)
+@fault(
+    "objective",
+    "vendor",
+    "engine",
+    catches=[VENDOR, ROLLOUT, VISITED, EULER],
+    source="ostris/ai-toolkit PR #720",
+    unless=one_grid,
+    cause="one modality at another's level",
+)
 def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
     """One sigma serves both modalities although the sampler walks two schedules; noise level and label agree, so that no loss shows it."""
 
@@ -108,7 +146,7 @@ def both_modalities_walk_the_videos_schedule(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", catches=[ENDS, VENDOR])
+@fault("objective", catches=[ENDS, VENDOR], cause="grid starts below pure noise")
 def the_grid_starts_below_pure_noise(port: Port) -> Iterator[None]:
     """The first level is 0.999 although the initial latents are pure noise."""
 
@@ -119,7 +157,7 @@ def the_grid_starts_below_pure_noise(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "vendor", catches=[MEMORY, VENDOR], source="Tencent-Hunyuan/UniRL#333, PR #336")
+@fault("objective", "vendor", catches=[MEMORY, VENDOR], source="Tencent-Hunyuan/UniRL#333, PR #336", cause="grid of another request")
 def a_replay_reads_the_schedule_of_the_last_sampling(port: Port) -> Iterator[None]:
     """The grid is set up once, by whoever asks first, and later numbers of calls get that one."""
 
@@ -136,7 +174,7 @@ def a_replay_reads_the_schedule_of_the_last_sampling(port: Port) -> Iterator[Non
         yield
 
 
-@fault("objective", "vendor", catches=[MEMORY])
+@fault("objective", "vendor", catches=[MEMORY], cause="grid shared with its callers")
 def the_grid_is_shared_with_its_callers(port: Port) -> Iterator[None]:
     """The grid is cached by its number of calls and handed out without a copy, so that one caller's arithmetic changes it for all."""
 
@@ -165,7 +203,9 @@ def _another_shift() -> AbstractContextManager[Any]:
     return inject.replace(time_request, "minimax_h3_time_shift_sigmas", make)
 
 
-@fault("objective", "engine", catches=[ROLLOUT, WALKED], source="LBH-123-AI/Comfyui_Minimax_h3_latent_Upscaler#8", ports=("h3",))
+@fault(
+    "objective", "engine", catches=[ROLLOUT, WALKED], source="LBH-123-AI/Comfyui_Minimax_h3_latent_Upscaler#8", ports=("h3",), cause="another shift"
+)
 def the_rollout_walks_its_default_shift(port: Port) -> Iterator[None]:
     """The rollout builds its grid with its default shift of 6 instead of the one configured for the modality."""
     with inject.in_ranks(port, _another_shift):
@@ -187,7 +227,7 @@ def _one_call_more() -> AbstractContextManager[Any]:
     return inject.replace(denoise_loop, "minimax_h3_denoise_loop", make)
 
 
-@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("h3",))
+@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("h3",), cause="a model call too few or too many")
 def the_rollouts_loop_walks_another_grid_than_it_reports(port: Port) -> Iterator[None]:
     """The rollout's loop inserts a level after the first, while the grid that it reports stays right."""
     with inject.in_ranks(port, _one_call_more):
@@ -212,7 +252,13 @@ def _own_levels() -> AbstractContextManager[Any]:
     return inject.replace(LTX2Fused, "request_sigmas", lambda original: lambda self, calls, tokens: None)
 
 
-@fault("objective", "engine", catches=[ROLLOUT], source="vllm-omni 0.30.0 _official_ltx_sigmas; diffusers 0.40.0 calculate_shift", ports=("ltx2",))
+@fault(
+    "objective",
+    "engine",
+    catches=[ROLLOUT],
+    source="vllm-omni 0.30.0 _official_ltx_sigmas; diffusers 0.40.0 calculate_shift",
+    ports=("ltx2",),
+)
 def the_rollout_walks_the_schedule_of_the_largest_clip(port: Port) -> Iterator[None]:
     """Requests carry no levels, and the rollout walks its own: shifted as for the largest clip, whatever the clip, where the vendor's are not."""
     with inject.in_ranks(port, _own_levels):
@@ -231,7 +277,7 @@ def _one_level_more() -> AbstractContextManager[Any]:
     return inject.replace(ltx2_denoise.LTXPhaseExecutor, "run", make)
 
 
-@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("ltx2",))
+@fault("objective", "engine", catches=[WALKED], source="verl-project/verl-omni#280", ports=("ltx2",), cause="a model call too few or too many")
 def the_rollouts_loop_inserts_a_level(port: Port) -> Iterator[None]:
     """The rollout's loop inserts a level after the first, while the grid that it reports stays right."""
     with inject.in_ranks(port, _one_level_more):

@@ -55,7 +55,13 @@ def packed_lora_is_not_set() -> Any:
 
 
 @fault(
-    "adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm-omni 0.28.0", degrees=(2, 4), ports=["h3"]
+    "adapter",
+    "engine",
+    catches=[BOUND, REACHES, EFFECT, REPLAY],
+    source="verl-omni commit 786dd36c; vllm-omni 0.28.0",
+    degrees=(2, 4),
+    ports=["h3"],
+    cause="projections missing",
 )
 def fc1_lora_is_skipped_when_sharded(port: Port) -> Iterator[None]:
     """At tensor parallel ≥ 2 the fused fc1 layer ignores its adapter; at 1 everything is right."""
@@ -75,7 +81,15 @@ def packed_lora_is_not_applied() -> Any:
     return inject.replace(_layers(), "apply", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm-omni #7190", degrees=(2, 4), ports=["h3"])
+@fault(
+    "adapter",
+    "engine",
+    catches=[REACHES, EFFECT, REPLAY],
+    source="verl-omni commit 786dd36c; vllm-omni #7190",
+    degrees=(2, 4),
+    ports=["h3"],
+    cause="projections missing",
+)
 def fc1_lora_is_bound_and_not_applied_when_sharded(port: Port) -> Iterator[None]:
     """At tensor parallel ≥ 2 the fused fc1 layer holds its adapter, counts as bound, and computes without it."""
     with inject.in_ranks(port, packed_lora_is_not_applied):
@@ -86,7 +100,14 @@ def nothing_is_bound() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", lambda original: lambda self, model, scale: None)
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT, REPLAY], source="verl-omni commit 786dd36c; vllm #39278; vllm-omni #7190", unless=fused)
+@fault(
+    "adapter",
+    "engine",
+    catches=[BOUND, REACHES, EFFECT, REPLAY],
+    source="verl-omni commit 786dd36c; vllm #39278; vllm-omni #7190",
+    unless=fused,
+    cause="adapter missing",
+)
 def the_adapter_registers_and_binds_to_nothing(port: Port) -> Iterator[None]:
     """The manager registers and activates the adapter and binds it to no layer, as releases before 0.30 did when no name matched."""
     with inject.in_ranks(port, nothing_is_bound):
@@ -105,7 +126,9 @@ def slices_of_rank_zero() -> Any:
     return inject.replace(MergedColumnParallelLinearWithLoRA, "slice_lora_b", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm #45691, #45715", degrees=(2, 4), unless=fused)
+@fault(
+    "adapter", "engine", catches=[REACHES, EFFECT], source="vllm #45691, #45715", degrees=(2, 4), unless=fused, cause="first rank's rows everywhere"
+)
 def every_rank_takes_the_first_shard(port: Port) -> Iterator[None]:
     """Fused column-parallel layers cut rank 0's rows out of B in every rank."""
     with inject.in_ranks(port, slices_of_rank_zero):
@@ -127,7 +150,15 @@ def contiguous_chunk() -> Any:
     return inject.replace(MergedColumnParallelLinearWithLoRA, "slice_lora_b", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="own, from verl-omni commit 786dd36c", degrees=(2, 4), unless=fused)
+@fault(
+    "adapter",
+    "engine",
+    catches=[REACHES, EFFECT],
+    source="own, from verl-omni commit 786dd36c",
+    degrees=(2, 4),
+    unless=fused,
+    cause="fused rows cut as one block",
+)
 def fused_rows_are_cut_as_one_block(port: Port) -> Iterator[None]:
     """A fused B is cut into consecutive blocks of rows, so that rank 0 gets all of the first part and the last rank all of the last."""
     with inject.in_ranks(port, contiguous_chunk):
@@ -148,7 +179,7 @@ def row_partials_of_rank_zero() -> Any:
     return inject.replace(_layers(), "apply", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], degrees=(2, 4), unless=fused)
+@fault("adapter", "engine", catches=[REACHES, EFFECT], degrees=(2, 4), unless=fused, cause="one rank's part")
 def row_parallel_lora_misses_the_other_ranks(port: Port) -> Iterator[None]:
     """Row-parallel layers add their adapter's partial sum in rank 0 only."""
     with inject.in_ranks(port, row_partials_of_rank_zero):
@@ -170,7 +201,15 @@ def last_rank_binds_once() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="verl-omni commit 902d56fa (#349)", degrees=(2, 4), unless=fused)
+@fault(
+    "adapter",
+    "engine",
+    catches=[NEWEST],
+    source="verl-omni commit 902d56fa (#349)",
+    degrees=(2, 4),
+    unless=fused,
+    cause="one rank has a stale adapter",
+)
 def one_rank_keeps_the_old_adapter(port: Port) -> Iterator[None]:
     """The last rank keeps the first adapter it got."""
     with inject.in_ranks(port, last_rank_binds_once):
@@ -183,7 +222,7 @@ def scale_is_not_merged() -> Any:
     return inject.replace(LoRALayerWeights, "optimize", lambda original: lambda self: self)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="Tencent-Hunyuan/UniRL #155, #161", unless=fused)
+@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="Tencent-Hunyuan/UniRL #155, #161", unless=fused, cause="LoRA scale missing")
 def the_rollout_loses_alpha_over_rank(port: Port) -> Iterator[None]:
     """The engine uses B A without alpha / r."""
     with inject.in_ranks(port, scale_is_not_merged):
@@ -205,7 +244,7 @@ def scale_is_merged_twice() -> Any:
     return inject.replace(LoRALayerWeights, "optimize", make)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=fused)
+@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=fused, cause="LoRA scale squared")
 def the_rollout_applies_the_scale_twice(port: Port) -> Iterator[None]:
     """The engine multiplies B by alpha / r twice."""
     with inject.in_ranks(port, scale_is_merged_twice):
@@ -224,7 +263,7 @@ def only_the_first_binds() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495", unless=fused)
+@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495", unless=fused, cause="stale adapter")
 def the_second_hand_over_changes_nothing(port: Port) -> Iterator[None]:
     """The engine reports the new version and keeps the first adapter's weights."""
     with inject.in_ranks(port, only_the_first_binds):
@@ -242,7 +281,7 @@ def first_adapter_stays_active() -> Any:
     return inject.replace(_manager(), "_activate_adapter", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125", unless=fused)
+@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125", unless=fused, cause="second hand-over lost")
 def a_new_adapter_is_not_activated(port: Port) -> Iterator[None]:
     """A second adapter is registered, and the first stays active."""
 
@@ -260,6 +299,7 @@ def known_adapters_are_forgotten() -> Any:
     catches=["sync::a_reused_version_is_refused_or_takes_effect"],
     source="vllm #42125; vllm-omni 0.30.0 add_adapter",
     unless=fused,
+    cause="hand-over under a known version ignored",
 )
 def a_known_version_is_silently_kept(port: Port) -> Iterator[None]:
     """Other weights under a known id are skipped without a word, as vLLM-Omni's manager does."""
@@ -277,7 +317,7 @@ def buffers_are_not_cleared() -> Any:
     return inject.replace(_layers(), "reset_lora", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], unless=fused)
+@fault("adapter", "engine", catches=[NEWEST], unless=fused, cause="rows of a larger rank stay")
 def a_smaller_rank_leaves_rows_of_a_larger_one(port: Port) -> Iterator[None]:
     """Buffers keep what an adapter of larger rank left in them."""
     with inject.in_ranks(port, buffers_are_not_cleared):
@@ -294,7 +334,9 @@ def deactivation_only_forgets() -> Any:
     return inject.replace(_manager(), "_deactivate_all_adapters", make)
 
 
-@fault("adapter", "engine", "objective", catches=["sync::removing_the_adapter_gives_the_base_model_back"], unless=fused)
+@fault(
+    "adapter", "engine", "objective", catches=["sync::removing_the_adapter_gives_the_base_model_back"], unless=fused, cause="removed adapter stays"
+)
 def a_removed_adapter_keeps_acting(port: Port) -> Iterator[None]:
     """Removal clears the name and leaves the weights in the layers."""
     with inject.in_ranks(port, deactivation_only_forgets, rebuild=True):
@@ -326,7 +368,14 @@ def manager_starts_with_the_last_id() -> Any:
     return both()
 
 
-@fault("adapter", "engine", catches=["sync::a_base_reload_does_not_leave_a_phantom_adapter"], source="verl #3516, #3541", unless=fused)
+@fault(
+    "adapter",
+    "engine",
+    catches=["sync::a_base_reload_does_not_leave_a_phantom_adapter"],
+    source="verl #3516, #3541",
+    unless=fused,
+    cause="adapter lost in a base reload",
+)
 def the_adapter_is_lost_in_a_base_reload(port: Port) -> Iterator[None]:
     """A base reload drops the adapter's weights while the engine still names it as active."""
     with inject.in_ranks(port, manager_starts_with_the_last_id):
@@ -336,7 +385,13 @@ def the_adapter_is_lost_in_a_base_reload(port: Port) -> Iterator[None]:
 # -- what an integration writes: names, layouts, hand-over ------------------------------------------------------------------------------------
 
 
-@fault("adapter", "engine", catches=["sync::a_hand_over_leaves_the_trainers_tensors_alone"], source="kvcache-ai/ktransformers #2147")
+@fault(
+    "adapter",
+    "engine",
+    catches=["sync::a_hand_over_leaves_the_trainers_tensors_alone"],
+    source="kvcache-ai/ktransformers #2147",
+    cause="trainer's tensors changed",
+)
 def the_scale_is_merged_into_the_trainers_tensors(port: Port) -> Iterator[None]:
     """The hand-over multiplies the trainer's own B tensors by alpha / r in place and sends scale 1."""
     from loudfail.harness.port import AdapterConfig
@@ -396,7 +451,7 @@ def halves_swapped(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="sglang #34940", ports=["h3"])
+@fault("adapter", "engine", catches=[REACHES, EFFECT, REPLAY], source="sglang #34940", ports=["h3"], cause="halves swapped")
 def fc1_lora_halves_are_swapped(port: Port) -> Iterator[None]:
     """B of ff.net.0.proj goes over as [value; gate] although the engine's fc1 is [gate; value]."""
     with inject.in_ranks(port, halves_swapped, model_of(port)):
@@ -407,7 +462,7 @@ def output_projection_left_out(model: type) -> Any:
     return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if not m.endswith((".out_proj", ".to_out.0"))})
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="verl-omni #658", unless=no_output)
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="verl-omni #658", unless=no_output, cause="projections missing")
 def the_output_projection_is_not_handed_over(port: Port) -> Iterator[None]:
     """``to_out.0`` has no entry in the name map; the other projections bind."""
     with inject.in_ranks(port, output_projection_left_out, model_of(port), rebuild=True):
@@ -418,7 +473,7 @@ def refiner_left_out(model: type) -> Any:
     return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if "token_refiner" not in m})
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["h3"])
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["h3"], cause="projections missing")
 def the_refiners_lora_is_not_handed_over(port: Port) -> Iterator[None]:
     """The token refiner's blocks, which the suffix targets also match, are left out of the map."""
     with inject.in_ranks(port, refiner_left_out, model_of(port), rebuild=True):
@@ -438,6 +493,7 @@ def keys_and_values_swapped(model: type) -> Any:
     catches=[REACHES, "sync::each_projection_alone_reaches_only_itself"],
     source="Tencent-Hunyuan/UniRL #296",
     unless=no_keys,
+    cause="another projection's adapter",
 )
 def key_and_value_lora_are_swapped(port: Port) -> Iterator[None]:
     """The K and V slices of the fused projection get each other's adapter."""
@@ -452,7 +508,7 @@ def blocks_shifted(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=no_queries)
+@fault("adapter", "engine", catches=[REACHES, EFFECT], unless=no_queries, cause="another projection's adapter")
 def two_blocks_exchange_their_lora(port: Port) -> Iterator[None]:
     """The adapters of the first two blocks are exchanged; all names and shapes fit."""
     with inject.in_ranks(port, blocks_shifted, model_of(port)):
@@ -468,7 +524,7 @@ def rounded_to_bfloat16(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", unless=fused)
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", unless=fused, cause="LoRA rounded")
 def the_hand_over_rounds_to_bfloat16(port: Port) -> Iterator[None]:
     """The adapter crosses in bfloat16 although both sides run in float32."""
     with inject.in_ranks(port, rounded_to_bfloat16, model_of(port)):
@@ -485,7 +541,9 @@ def rows_of_one_projection_transposed(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="Tencent-Hunyuan/UniRL #296; vllm-omni #6756", unless=no_queries)
+@fault(
+    "adapter", "engine", catches=[REACHES, EFFECT], source="Tencent-Hunyuan/UniRL #296; vllm-omni #6756", unless=no_queries, cause="rows interleaved"
+)
 def query_lora_rows_are_interleaved(port: Port) -> Iterator[None]:
     """The rows of Q's B are interleaved over heads although the engine's rows are by blocks."""
     with inject.in_ranks(port, rows_of_one_projection_transposed, model_of(port)):
@@ -507,7 +565,7 @@ def base_halves_swapped(model: type) -> Any:
     return _load(model, change)
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #34940, #36067", ports=["h3"])
+@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #34940, #36067", ports=["h3"], cause="halves swapped")
 def the_base_fc1_halves_are_swapped(port: Port) -> Iterator[None]:
     """The base fc1 arrives as [value; gate]."""
     with inject.in_ranks(port, base_halves_swapped, model_of(port), rebuild=True):
@@ -521,7 +579,7 @@ def base_heads_interleaved(model: type) -> Any:
     return _load(model, change)
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #36067; diffusers #14408", unless=fused)
+@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="sglang #36067; diffusers #14408", unless=fused, cause="rows interleaved")
 def the_base_keys_are_interleaved_over_heads(port: Port) -> Iterator[None]:
     """A per-head reorder of a native layout is applied to weights that are already in blocks."""
     with inject.in_ranks(port, base_heads_interleaved, model_of(port), rebuild=True):
@@ -532,7 +590,7 @@ def audio_head_left_out(model: type) -> Any:
     return _load(model, lambda state: {n: torch.zeros_like(v) if n == "audio_proj_out.weight" else v for n, v in state.items()})
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="verl #7495", ports=["h3", "ltx2"])
+@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="verl #7495", ports=["h3", "ltx2"], cause="base weights missing")
 def the_audio_head_is_not_loaded(port: Port) -> Iterator[None]:
     """The audio output head keeps its initial zeros."""
     with inject.in_ranks(port, audio_head_left_out, model_of(port), rebuild=True):
@@ -553,7 +611,15 @@ def rotary_table_zeroed() -> Any:
     return inject.replace(MiniMaxH3DiTModel, "load_weights", make)
 
 
-@fault("adapter", "engine", "objective", catches=[BASE, VELOCITY], source="verl-omni commit 786dd36c (RoPE table)", ports=["h3"])
+@fault(
+    "adapter",
+    "engine",
+    "objective",
+    catches=[BASE, VELOCITY],
+    source="verl-omni commit 786dd36c (RoPE table)",
+    ports=["h3"],
+    cause="buffer not initialized",
+)
 def the_rotary_table_is_not_initialized(port: Port) -> Iterator[None]:
     """The engine's rotary frequencies, which the actor never sends, stay zero."""
     with inject.in_ranks(port, rotary_table_zeroed, rebuild=True):
@@ -572,7 +638,7 @@ def large_ranks_cut(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[RANKS], source="verl #7327", unless=fused)
+@fault("adapter", "engine", catches=[RANKS], source="verl #7327", unless=fused, cause="rank cut")
 def ranks_above_64_lose_their_tail(port: Port) -> Iterator[None]:
     """What is above the sixty-fourth row of A does not arrive."""
     with inject.in_ranks(port, large_ranks_cut, model_of(port)):
@@ -589,14 +655,14 @@ def rank_32_halved(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[RANKS], source="Tencent-Hunyuan/UniRL #155", unless=fused)
+@fault("adapter", "engine", catches=[RANKS], source="Tencent-Hunyuan/UniRL #155", unless=fused, cause="LoRA halved")
 def one_rank_has_half_its_scale(port: Port) -> Iterator[None]:
     """Adapters of rank 32 act with half their strength; other ranks are right."""
     with inject.in_ranks(port, rank_32_halved, model_of(port)):
         yield
 
 
-@fault("adapter", "engine", catches=["sync::a_second_base_load_takes_effect"], source="verl #7495, #3516")
+@fault("adapter", "engine", catches=["sync::a_second_base_load_takes_effect"], source="verl #7495, #3516", cause="base weights of the first load")
 def the_first_base_weights_stay(port: Port) -> Iterator[None]:
     """Every later load of the base sends the weights of the first one."""
     first = dict(port.base_state())
@@ -610,7 +676,7 @@ def norms_of_rank_zero() -> Any:
     return inject.replace(ltx2_transformer, "get_tensor_model_parallel_rank", lambda original: lambda: 0)
 
 
-@fault("adapter", "engine", "objective", catches=[BASE], source="vllm #45691", degrees=(2, 4), ports=["ltx2"])
+@fault("adapter", "engine", "objective", catches=[BASE], source="vllm #45691", degrees=(2, 4), ports=["ltx2"], cause="first rank's rows everywhere")
 def every_rank_has_the_first_ranks_norms(port: Port) -> Iterator[None]:
     """The norms over all heads, which upstream cuts by hand, hold rank 0's part in every rank."""
     with inject.in_ranks(port, norms_of_rank_zero, rebuild=True):
@@ -644,7 +710,7 @@ def streams_left_out(model: type) -> Any:
     return _hand_over(model, lambda parts: {m: p for m, p in parts.items() if "audio_to_video" not in m and "video_to_audio" not in m})
 
 
-@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["ltx2"])
+@fault("adapter", "engine", catches=[BOUND, REACHES, EFFECT], source="bghira/SimpleTuner #2629", ports=["ltx2"], cause="projections missing")
 def the_attention_between_the_streams_is_not_handed_over(port: Port) -> Iterator[None]:
     """The adapters of the attention between video and audio have no entry in the name map."""
     with inject.in_ranks(port, streams_left_out, model_of(port), rebuild=True):
@@ -659,7 +725,7 @@ def streams_swapped(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES], source="Tencent-Hunyuan/UniRL #296", ports=["ltx2"])
+@fault("adapter", "engine", catches=[REACHES], source="Tencent-Hunyuan/UniRL #296", ports=["ltx2"], cause="another projection's adapter")
 def query_and_key_slices_are_exchanged(port: Port) -> Iterator[None]:
     """In the fused self-attention, the only one that is, Q and K get each other's adapter."""
     with inject.in_ranks(port, streams_swapped, model_of(port)):

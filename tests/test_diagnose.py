@@ -1,0 +1,202 @@
+"""Diagnosis: silent on clean ports, names mistakes that no catalogue holds, says so where nothing fits, and never touches a verdict."""
+
+from __future__ import annotations
+
+import math
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from oddport import OddPort
+
+from loudfail.harness import diagnose, registry, report, runner
+from loudfail.harness.diagnose import EXPERIMENTS, Diagnosis, Mistake, OutOfTime, Trial
+from loudfail.harness.progress import failure_text
+from loudfail.harness.result import Result
+
+NAMES = sorted({name for names in EXPERIMENTS.values() for name in names})
+FAULTS = registry.faults()
+VELOCITY = "conventions::the_velocity_is_that_of_the_vendors_loop"
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[OddPort]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield OddPort()
+    torch.set_num_threads(threads)
+
+
+def run(name: str, port: Any, degree: int | None = None) -> Result:
+    """One invariant with a diagnosis."""
+    invariant = next(one for one in registry.invariants() if one.id == name)
+    return runner.run(invariant, port, degree, shrink=False, explain=True, patience=30)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_experiment_finds_a_mistake_in_a_clean_port(h3: Any, ltx2: Any, odd: OddPort, name: str) -> None:
+    module, function = name.split(":")
+    for port in (h3, ltx2, odd):
+        with diagnose._restored(port):
+            trial = Trial(port, 2, time.perf_counter() + 60)
+            assert getattr(import_module(f"loudfail.harness.{module}"), function)(trial) is None, port.name
+
+
+def test_every_link_has_experiments_that_exist() -> None:
+    assert set(EXPERIMENTS) <= set(registry.CHAIN)
+    for name in NAMES:
+        module, function = name.split(":")
+        assert callable(getattr(import_module(f"loudfail.harness.{module}"), function))
+
+
+def test_the_catalogue_marks_many_causes_of_many_kinds() -> None:
+    marked = [fault for fault in FAULTS if fault.cause]
+    assert len(marked) >= 40 and len({fault.cause for fault in marked}) >= 8
+    assert all(fault.id.split("::")[0] in EXPERIMENTS for fault in marked)
+
+
+# -- mistakes of no catalogue --------------------------------------------------------------------------------------------------------------------
+class FlippedInDepth(OddPort):
+    def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        return super().predict_velocity(latents, {**sigmas, "depth": 1 - sigmas["depth"]}, conditions)
+
+
+class FlippedAndNegated(OddPort):
+    """Time of one modality and sign of another."""
+
+    def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        velocity = super().predict_velocity(latents, {**sigmas, "audio": 1 - sigmas["audio"]}, conditions)
+        return {**velocity, "video": -velocity["video"]}
+
+
+class Thousandfold(OddPort):
+    def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        return super().predict_velocity(latents, {m: 1000 * s for m, s in sigmas.items()}, conditions)
+
+
+class Exchanged(OddPort):
+    def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        return super().predict_velocity(latents, {**sigmas, "audio": sigmas["depth"], "depth": sigmas["audio"]}, conditions)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause", "where"),
+    [
+        (FlippedInDepth, "time flipped", "in depth"),
+        (FlippedAndNegated, "time and velocity sign flipped", "−v in video"),
+        (Thousandfold, "sigma 1000 times too large", "sigma / 1000"),
+        (Exchanged, "levels exchanged", "between audio and depth"),
+    ],
+)
+def test_a_mistake_is_named_with_its_modality(odd: OddPort, wrong: type[OddPort], cause: str, where: str) -> None:
+    result = run(VELOCITY, wrong())
+    assert result.status == "violated" and result.diagnosis is not None
+    assert result.diagnosis["cause"] == cause and where in result.diagnosis["text"], result.diagnosis
+    assert 0 <= result.diagnosis["residual"] <= 2e-5
+
+
+def test_a_shift_that_nobody_has_thought_of_is_estimated(odd: OddPort) -> None:
+    class Shifted(OddPort):
+        def grid(self, calls: int, case: Any = None) -> Any:
+            u = super().grid(calls, case)
+            return {m: 2.5 * g / (1 + 1.5 * g) if m == "depth" else g for m, g in u.items()}
+
+    result = run("schedule::the_grid_is_the_vendors", Shifted())
+    assert result.diagnosis is not None and result.diagnosis["cause"] == "another shift", result.diagnosis
+    factor = 2.5 * odd.shift.get("depth", 1.0)
+    assert f"{factor:.4g} instead of" in result.diagnosis["text"]
+
+
+def test_where_nothing_fits_it_says_so_and_what_comes_nearest(odd: OddPort) -> None:
+    class Stretched(OddPort):
+        def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            return {m: v * (1 + 0.3 * torch.sin(v)) for m, v in super().predict_velocity(latents, sigmas, conditions).items()}
+
+    result = run(VELOCITY, Stretched())
+    assert result.status == "violated" and result.diagnosis is not None
+    assert result.diagnosis["cause"] == "" and result.diagnosis["residual"] is None
+    assert result.diagnosis["text"].startswith("no known cause fits") and len(result.diagnosis["tried"]) >= 5
+
+
+# -- how it goes about it ------------------------------------------------------------------------------------------------------------------------
+def test_it_runs_only_after_a_violation(odd: OddPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "diagnose", lambda *_, **__: pytest.fail("there is nothing to explain"))
+    assert run(VELOCITY, odd).status == "holds"
+
+
+def test_an_experiment_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loudfail.harness import causes_velocity
+
+    def broken(trial: Trial) -> None:
+        raise RuntimeError("a broken port breaks experiments too")
+
+    monkeypatch.setitem(EXPERIMENTS, "conventions", ("causes_velocity:broken", "causes_velocity:vendor"))
+    monkeypatch.setattr(causes_velocity, "broken", broken, raising=False)
+    result = run(VELOCITY, FlippedInDepth())
+    assert result.status == "violated" and result.diagnosis is not None and result.diagnosis["cause"] == "time flipped"
+    monkeypatch.setitem(EXPERIMENTS, "conventions", ("causes_velocity:broken",))
+    result = run(VELOCITY, FlippedInDepth())
+    assert result.status == "violated" and result.diagnosis is not None and result.diagnosis["cause"] == ""
+
+
+def test_it_stops_when_the_time_is_over(odd: OddPort) -> None:
+    found = diagnose.diagnose(FlippedInDepth(), Result(VELOCITY, "", "violated"), seconds=0.0)
+    assert found.cause == "" and len(found.tried) <= 1
+    trial = Trial(odd, 1, time.perf_counter() - 1)
+    with pytest.raises(OutOfTime):
+        trial.fits("anything", 0.0)
+
+
+def test_the_policies_are_afterwards_as_they_were(odd: OddPort) -> None:
+    from loudfail.harness.port import random_adapter
+
+    odd.add_adapter("old", odd.adapter)
+    states = {name: random_adapter(odd, odd.adapter, seed) for seed, name in enumerate(("default", "old"))}
+    for name, state in states.items():
+        odd.load_adapter(name, state)
+    for link in EXPERIMENTS:
+        diagnose.diagnose(odd, Result(f"{link}::x", "", "violated", 1), seconds=30)
+    for name, state in states.items():
+        back = odd.adapter_state(name)
+        assert all(torch.equal(back[key], value) for key, value in state.items()), name
+
+
+def test_causes_that_fit_equally_are_all_named(odd: OddPort) -> None:
+    trial = Trial(odd, 1, math.inf)
+    mistakes = [Mistake(name, f"it is {name}", lambda left=left: left) for name, left in (("a", 3.0), ("b", 1e-7), ("c", 2e-7), ("d", 1e-5))]  # type: ignore[misc]
+    found = trial.first(mistakes)
+    assert found is not None and (found.cause, found.also) == ("b", ("c",)) and "as well explained by: c" in found.text
+    assert trial.first(mistakes[:1]) is None
+    assert trial.first(mistakes[1:], plain=5e-7) is None, "what leaves a fifth of the error explains nothing"
+
+
+# -- where it is shown ---------------------------------------------------------------------------------------------------------------------------
+def test_it_is_part_of_every_view(odd: OddPort) -> None:
+    result = run(VELOCITY, FlippedInDepth())
+    assert "    cause  time flipped: with t = 1 − sigma in depth it holds" in failure_text(result)
+    record: dict[str, Any] = {"port": "odd", "verdict": "violated", "results": [result.to_dict()], "counts": {"violated": 1}, "declared": 1}
+    record["faults"] = {"counts": {"caught": 2}, "false_alarms": 0, "matrix": [_kill("right", "time flipped"), _kill("wrong", "layout")]}
+    text = "".join(element.text or "" for element in ET.fromstring(report.junit(record)).iter("failure"))
+    assert "cause: time flipped: with t = 1 − sigma in depth it holds" in text
+    assert [e.get("name") for e in ET.fromstring(report.junit(record)).iter("testcase") if e.find("failure") is not None][1:] == ["wrong"]
+    summary = report.summary(record)
+    assert "time flipped: with t" in summary and "**1 of 2** faults with a known cause" in summary and "| nothing known |" not in summary
+    from loudfail.harness.report_page import page
+
+    shown = page(record)
+    assert "time flipped: with t = 1 − sigma in depth it holds" in shown
+    assert "1 of 2 faults with a known cause were named rightly" in shown
+
+
+def _kill(name: str, named: str) -> dict[str, Any]:
+    kill = {"fault": name, "claim": "c", "source": "own", "outcome": "caught", "seconds": 0.1, "fired": 1, "margin": 30.0, "message": ""}
+    return kill | {"results": [], "cause": "time flipped", "named": named, "diagnosis": "it is so"}
+
+
+def test_a_diagnosis_is_plain_data() -> None:
+    assert set(asdict(Diagnosis("a", "b"))) == {"cause", "text", "residual", "also", "tried"}
