@@ -243,7 +243,7 @@ def train(variant: Variant, config: Config, port: Port, line: StatusLine, where:
     from loudfail.trainer.train import set_up
 
     fired: list[tuple[int, str]] = []
-    run = set_up(config, port, warn=lambda text: fired.append((run.step + 1, text.removeprefix("MONITOR "))))
+    run: Run = set_up(config, port, warn=lambda text: fired.append((run.step + 1, text.removeprefix("MONITOR "))))
     logged, true, start = [], [], time.monotonic()
     with variant.broken(run):
         for step in range(config.steps):
