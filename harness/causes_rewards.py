@@ -292,13 +292,13 @@ def advantages(trial: Trial) -> Diagnosis | None:
             return found
     one_text = ask(draws, ["rain"] * len(draws), "group")
     merged = relative_error(one_text, _advantages(values, everything), want)
-    if relative_error(one_text, want) > 5e-4 and trial.fits("groups by text", merged, 5e-4):
+    if relative_error(one_text, want) > 5e-4 and trial.says("groups by text", merged <= 5e-4):
         return trial.found("groups by text", "draws of one text are one group")
     try:
         whole = ask(draws, prompts, "global")
     except Exception:
         whole = _advantages(values, draws, over=everything)
-    if trial.fits("spread of the group", relative_error(whole, want), 5e-4):
+    if trial.says("spread of the group", relative_error(whole, want) <= 5e-4):
         return trial.found("spread of the group", "a global spread is asked for, and each group is divided by its own")
     return _optimality(trial, update.optimality)
 

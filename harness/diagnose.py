@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from loudfail.harness.result import Result
 
 #: The longest that the experiments of one violation take, in seconds; checked between trials.
-SECONDS = 3.0
+SECONDS = 5.0
 #: Relative residual up to which a mistake explains what was seen, per dtype; and above which there is something to explain, by the same numbers.
 FITS = {"float32": 2e-5, "bfloat16": 6e-2}
 
@@ -190,6 +190,27 @@ class OutOfTime(Exception):
 
 
 Experiment = Callable[[Trial], "Diagnosis | None"]
+_added: dict[str, list[Experiment]] = {}
+
+
+def experiment(*links: str) -> Callable[[Experiment], Experiment]:
+    """Register a function as an experiment of these links, asked before those of `EXPERIMENTS`; for what needs the formulas of an invariant."""
+
+    def register(function: Experiment) -> Experiment:
+        for link in links:
+            _added.setdefault(link, []).append(function)
+        return function
+
+    return register
+
+
+def experiments(link: str) -> Iterator[Experiment]:
+    """The experiments of a link, in order."""
+    yield from _added.get(link, ())
+    for name in EXPERIMENTS.get(link, ()):
+        module, function = name.split(":")
+        found: Experiment = getattr(importlib.import_module(f"loudfail.harness.{module}"), function)
+        yield found
 
 
 def diagnose(port: Port, result: Result, *, seconds: float = SECONDS) -> Diagnosis:
@@ -204,11 +225,9 @@ def diagnose(port: Port, result: Result, *, seconds: float = SECONDS) -> Diagnos
     """
     trial = Trial(port, result.degree or 1, time.perf_counter() + seconds)
     with _restored(port):
-        for name in EXPERIMENTS.get(result.id.split("::")[0], ()):
-            module, function = name.split(":")
-            experiment: Experiment = getattr(importlib.import_module(f"loudfail.harness.{module}"), function)
+        for attempt in experiments(result.id.split("::")[0]):
             try:
-                if found := experiment(trial):
+                if found := attempt(trial):
                     return found
             except OutOfTime:
                 break

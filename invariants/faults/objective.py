@@ -54,21 +54,21 @@ def _rolled(value: torch.Tensor) -> torch.Tensor:
 
 
 # -- the two policies --------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], unless=another_trainer, cause="policies exchanged")
 def positive_and_negative_are_exchanged(port: Port) -> Iterator[None]:
     """Good samples pull the negative policy, bad ones the positive."""
     with _loss(port, lambda v, old, t, r, b, e: (1 - r) * e((1 - b) * old + b * v - t) + r * e((1 + b) * old - b * v - t)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer, cause="another sample's probability")
 def probabilities_belong_to_other_samples(port: Port) -> Iterator[None]:
     """Between the advantages and the loss the samples of a call have exchanged their r."""
     with _objective(port, lambda original, v, old, t, s, r, *rest: original(v, old, t, s, _rolled(r), *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], unless=another_trainer)
+@fault(*SEAMS, catches=[PAPER], unless=another_trainer, cause="β ignored")
 def beta_is_ignored(port: Port) -> Iterator[None]:
     """The implicit policies are those of β = 1, whatever the recipe says; on policy only the size of the step differs."""
     with _loss(port, lambda v, old, t, r, b, e: (r * e(v - t) + (1 - r) * e(2 * old - v - t)) * b):
@@ -82,14 +82,14 @@ def beta_weighs_the_old_policy(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer, cause="negative policy missing")
 def only_good_samples_are_learnt_from(port: Port) -> Iterator[None]:
     """The negative policy's half of the loss is missing: rejection sampling."""
     with _loss(port, lambda v, old, t, r, b, e: r * e((1 - b) * old + b * v - t)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS], unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS], unless=another_trainer, cause="old policy carries a gradient")
 def the_old_policy_carries_a_gradient(port: Port) -> Iterator[None]:
     """On policy the velocity stands for the old one too, without being detached: the reward cancels."""
 
@@ -101,7 +101,7 @@ def the_old_policy_carries_a_gradient(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], source="huggingface/trl #1340", unless=another_trainer)
+@fault(*SEAMS, catches=[PAPER], source="huggingface/trl #1340", unless=another_trainer, cause="base model for the old policy")
 def the_base_model_stands_for_the_old_policy(port: Port) -> Iterator[None]:
     """The old policy's velocity is asked of the model without adapters."""
     with inject.replace(
@@ -110,7 +110,7 @@ def the_base_model_stands_for_the_old_policy(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[PAPER], source="Tencent-Hunyuan/UniRL PR #21", unless=another_trainer)
+@fault(*SEAMS, catches=[PAPER], source="Tencent-Hunyuan/UniRL PR #21", unless=another_trainer, cause="training policy for the old one")
 def every_update_counts_as_on_policy(port: Port) -> Iterator[None]:
     """The old policy's call is saved although the policy has gone on."""
     with inject.replace(code(port).adapters, "equal", lambda original: lambda *arguments: True):
@@ -118,21 +118,21 @@ def every_update_counts_as_on_policy(port: Port) -> Iterator[None]:
 
 
 # -- the target --------------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c; primepake/splitmeanflow #2", unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c; primepake/splitmeanflow #2", unless=another_trainer, cause="target reversed")
 def the_target_points_from_noise_to_data(port: Port) -> Iterator[None]:
     """The target is x0 − noise for a velocity that is noise − x0."""
     with _objective(port, lambda original, v, old, t, *rest: original(v, old, {m: -x for m, x in t.items()}, *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER], unless=another_trainer, cause="another sample's target")
 def the_target_has_the_noise_of_another_sample(port: Port) -> Iterator[None]:
     """The samples of a call have exchanged their targets."""
     with _objective(port, lambda original, v, old, t, *rest: original(v, old, {m: _rolled(x) for m, x in t.items()}, *rest)):
         yield
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c", unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 786dd36c", unless=another_trainer, cause="mixed by the data fraction")
 def latents_are_mixed_by_the_data_fraction(port: Port) -> Iterator[None]:
     """Latents are mixed at 1 − sigma and labelled sigma."""
     with inject.replace(
@@ -150,7 +150,7 @@ def _pieces(port: Port, change: Callable[[Any, int], Any]) -> AbstractContextMan
     return inject.replace(code(port).loop, "draw_pieces", make)
 
 
-@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 2e08eeff (#25)", unless=another_trainer)
+@fault(*SEAMS, catches=[SIGNS, PAPER, STEP], source="verl-omni 2e08eeff (#25)", unless=another_trainer, cause="another sample's conditions")
 def samples_are_trained_under_another_prompt(port: Port) -> Iterator[None]:
     """The conditions of a model call are those of another draw."""
 
@@ -226,7 +226,7 @@ def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[REFERENCE], source="Flow-Factory commit 8bc04d0 (#123)", unless=another_trainer)
+@fault(*SEAMS, catches=[REFERENCE], source="Flow-Factory commit 8bc04d0 (#123)", unless=another_trainer, cause="reference term without gradient")
 def the_reference_term_has_no_gradient(port: Port) -> Iterator[None]:
     """The distance from the reference is computed without a graph: it is logged, and pulls nothing."""
     with inject.replace(code(port).nft, "reference_term", torch.no_grad()):
@@ -242,7 +242,7 @@ def the_old_policy_is_the_reference(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[REFERENCE], unless=another_trainer)
+@fault(*SEAMS, catches=[REFERENCE], unless=another_trainer, cause="reference term reversed")
 def the_reference_term_pushes_away(port: Port) -> Iterator[None]:
     """The distance from the reference is subtracted."""
     with inject.replace(code(port).nft, "reference_term", lambda original: lambda *arguments: -original(*arguments)):
@@ -250,7 +250,7 @@ def the_reference_term_pushes_away(port: Port) -> Iterator[None]:
 
 
 # -- modalities and given frames ---------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", unless=another_trainer)
+@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", unless=another_trainer, cause="modality missing")
 def one_modality_is_left_out(port: Port) -> Iterator[None]:
     """The last modality's velocity has no gradient; its loss is logged."""
     last = port.modalities[-1]
@@ -258,7 +258,7 @@ def one_modality_is_left_out(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", unless=another_trainer)
+@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", unless=another_trainer, cause="weights ignored")
 def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
     """Every modality has the weight 1."""
 
@@ -269,7 +269,7 @@ def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", unless=another_trainer)
+@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", unless=another_trainer, cause="modalities weighted by their size")
 def modalities_are_weighted_by_their_size(port: Port) -> Iterator[None]:
     """The loss is a mean over all elements of the packed sequence."""
 
@@ -306,7 +306,7 @@ def given_rows_are_in_the_loss(port: Port) -> Iterator[None]:
         handle.remove()
 
 
-@fault(*SEAMS, "condition", catches=[GIVEN], source="Lightricks/LTX-2 #283", ports=["h3"])
+@fault(*SEAMS, "condition", catches=[GIVEN], source="Lightricks/LTX-2 #283", ports=["h3"], cause="given frames dropped")
 def given_frames_are_left_out_in_training(port: Port) -> Iterator[None]:
     """The samples of given frames are trained as if nothing had been given."""
     bare = port.conditions(Case(extent={axis: min(sizes) for axis, sizes in port.extents.items()}))[0].extra["given_rows"]
@@ -338,21 +338,21 @@ def one_schedule(port: Port) -> str:
     return another_trainer(port) or ("every modality has the same published schedule" if shared else "")
 
 
-@fault(*SEAMS, catches=[LEVELS], source="verl-omni a1139baf; ostris/ai-toolkit PR #720", unless=one_schedule)
+@fault(*SEAMS, catches=[LEVELS], source="verl-omni a1139baf; ostris/ai-toolkit PR #720", unless=one_schedule, cause="one modality at another's level")
 def one_level_serves_every_modality(port: Port) -> Iterator[None]:
     """Audio is noised and told as the video is, although the sampler walks two schedules."""
     with _levels(port, lambda sigmas: dict.fromkeys(sigmas, sigmas[port.modalities[0]])):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], unless=another_trainer)
+@fault(*SEAMS, catches=[LEVELS], unless=another_trainer, cause="sigma rounded")
 def levels_are_truncated_to_integer_timesteps(port: Port) -> Iterator[None]:
     """Sigma goes through an integer timestep of a thousand."""
     with _levels(port, lambda sigmas: {m: (s * 1000).long() / 1000 for m, s in sigmas.items()}):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="Lightricks/LTX-2 #283", unless=another_trainer)
+@fault(*SEAMS, catches=[LEVELS], source="Lightricks/LTX-2 #283", unless=another_trainer, cause="levels off the grid")
 def levels_are_drawn_uniformly(port: Port) -> Iterator[None]:
     """Training levels are uniform in (0, 1), not those of the grid that is sampled."""
 
@@ -363,14 +363,14 @@ def levels_are_drawn_uniformly(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="hao-ai-lab/FastVideo PR #885", unless=another_trainer)
+@fault(*SEAMS, catches=[LEVELS], source="hao-ai-lab/FastVideo PR #885", unless=another_trainer, cause="one level for every sample")
 def every_sample_has_the_first_level(port: Port) -> Iterator[None]:
     """Only the first call of the rollout is ever trained."""
     with inject.replace(code(port).loop, "draw_levels", lambda original: lambda *arguments: [0] * len(original(*arguments))):
         yield
 
 
-@fault(*SEAMS, catches=[LEVELS], source="verl-omni #280", unless=another_trainer)
+@fault(*SEAMS, catches=[LEVELS], source="verl-omni #280", unless=another_trainer, cause="grid of another request")
 def levels_are_those_of_another_number_of_calls(port: Port) -> Iterator[None]:
     """Training takes its levels from a table that is one point longer than the rollout's."""
 
@@ -401,21 +401,21 @@ def _noise(port: Port, change: Callable[..., Any]) -> AbstractContextManager[Any
     return inject.replace(code(port).loop, "noise_of", make)
 
 
-@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer)
+@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer, cause="training noise shared")
 def one_training_noise_serves_the_group(port: Port) -> Iterator[None]:
     """Every sample of a group is noised with the same draw."""
     with _noise(port, lambda original, run, purpose, count: {m: x[:1].expand_as(x).clone() for m, x in original(run, purpose, count).items()}):
         yield
 
 
-@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer)
+@fault(*SEAMS, catches=[NOISE], source="verl-omni commit e71e6579 (#60)", unless=another_trainer, cause="training noise repeats")
 def training_noise_repeats_every_step(port: Port) -> Iterator[None]:
     """The seed of the training noise forgets the step."""
     with _noise(port, lambda original, run, purpose, count: original(run, re.sub(r"^train/\d+/", "train/0/", purpose), count)):
         yield
 
 
-@fault(*SEAMS, catches=[NOISE], unless=another_trainer)
+@fault(*SEAMS, catches=[NOISE], unless=another_trainer, cause="training noise scaled")
 def training_noise_has_the_scale_of_other_latents(port: Port) -> Iterator[None]:
     """Training noise is divided by the scaling factor of another autoencoder."""
     with _noise(port, lambda original, run, purpose, count: {m: x / 0.18215 for m, x in original(run, purpose, count).items()}):
@@ -423,7 +423,7 @@ def training_noise_has_the_scale_of_other_latents(port: Port) -> Iterator[None]:
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[MICRO, PAPER], unless=another_trainer)
+@fault(*SEAMS, catches=[MICRO, PAPER], unless=another_trainer, cause="last micro-batch only")
 def only_the_last_micro_batch_counts(port: Port) -> Iterator[None]:
     """Gradients are cleared before every micro-batch instead of before every update."""
 
@@ -436,7 +436,7 @@ def only_the_last_micro_batch_counts(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MICRO], source="ml-explore/mlx-lm #1544", unless=another_trainer)
+@fault(*SEAMS, catches=[MICRO], source="ml-explore/mlx-lm #1544", unless=another_trainer, cause="micro-batches count alike")
 def unequal_micro_batches_count_alike(port: Port) -> Iterator[None]:
     """Every micro-batch's mean has the same weight, however few samples it has."""
 
@@ -458,7 +458,7 @@ def unequal_micro_batches_count_alike(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[MICRO, PAPER], source="verl-project/verl #3332", unless=another_trainer)
+@fault(*SEAMS, catches=[MICRO, PAPER], source="verl-project/verl #3332", unless=another_trainer, cause="micro-batches summed")
 def micro_batches_are_summed(port: Port) -> Iterator[None]:
     """Micro-batches add up their means, so that the gradient grows with their number."""
 
@@ -479,7 +479,7 @@ def micro_batches_are_summed(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[CLEARED], unless=another_trainer)
+@fault(*SEAMS, catches=[CLEARED], unless=another_trainer, cause="gradient not cleared")
 def gradients_are_never_cleared(port: Port) -> Iterator[None]:
     """Each update's gradient is added to those before."""
 

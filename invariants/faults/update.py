@@ -57,7 +57,13 @@ def _base(port: Port) -> torch.nn.Parameter:
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="pytorch/pytorch #149205; accelerate #3256", unless=another_trainer)
+@fault(
+    *SEAMS,
+    catches=[OPTIMIZER, MOVES],
+    source="pytorch/pytorch #149205; accelerate #3256",
+    unless=another_trainer,
+    cause="optimizer holds other tensors",
+)
 def the_optimizer_steps_tensors_of_before(port: Port) -> Iterator[None]:
     """The optimizer was built before the model was wrapped: it steps copies that nobody runs."""
 
@@ -69,21 +75,21 @@ def the_optimizer_steps_tensors_of_before(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER], source="peft #3580, #2759", unless=another_trainer)
+@fault(*SEAMS, catches=[OPTIMIZER], source="peft #3580, #2759", unless=another_trainer, cause="optimizer holds too much")
 def the_optimizer_also_holds_the_old_policy(port: Port) -> Iterator[None]:
     """The optimizer was given every tensor with LoRA in its name."""
     with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if ".old." in n]})):
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", unless=another_trainer)
+@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", unless=another_trainer, cause="optimizer holds too much")
 def the_optimizer_also_holds_the_base(port: Port) -> Iterator[None]:
     """The optimizer was given every parameter of the model."""
     with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if "lora_" not in n]})):
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="diffusers #11832", unless=another_trainer)
+@fault(*SEAMS, catches=[OPTIMIZER, MOVES], source="diffusers #11832", unless=another_trainer, cause="optimizer misses tensors")
 def the_optimizer_misses_one_tensor(port: Port) -> Iterator[None]:
     """The last tensor of the adapter was never given to the optimizer."""
 
@@ -110,7 +116,7 @@ def the_factors_a_never_move(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN, LEARNS], unless=another_trainer)
+@fault(*SEAMS, catches=[DOWN, LEARNS], unless=another_trainer, cause="optimizer climbs")
 def the_optimizer_climbs(port: Port) -> Iterator[None]:
     """The optimizer maximizes the loss."""
 
@@ -121,7 +127,7 @@ def the_optimizer_climbs(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN], unless=another_trainer)
+@fault(*SEAMS, catches=[DOWN], unless=another_trainer, cause="another learning rate")
 def the_learning_rate_of_the_recipe_is_ignored(port: Port) -> Iterator[None]:
     """The optimizer has its default learning rate."""
 
@@ -132,7 +138,7 @@ def the_learning_rate_of_the_recipe_is_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[DOWN, MOVES], unless=another_trainer)
+@fault(*SEAMS, catches=[DOWN, MOVES], unless=another_trainer, cause="another learning rate")
 def a_warm_up_stands_at_zero(port: Port) -> Iterator[None]:
     """A schedule multiplies the learning rate with 0, and nobody steps the schedule."""
 
