@@ -213,20 +213,22 @@ def _list(parsed: argparse.Namespace) -> int:
 
     invariants, faults = registry.invariants(), registry.faults()
     catchers: dict[str, list[str]] = {invariant.id: [] for invariant in invariants}
+    causes: dict[str, dict[str, None]] = {invariant.id: {} for invariant in invariants}
     for fault in faults:
         for name in fault.catches:
             catchers[name].append(fault.id)
+            causes[name] |= {fault.cause: None} if fault.cause else {}
     records: dict[str, dict[str, Any]] = {
         i.id: {
             "id": i.id, "claim": i.claim, "seams": list(i.seams), "per_degree": i.per_degree, "examples": i.examples, "scales": list(i.scales),
-            "broken_by": catchers[i.id], "doc": i.doc,
+            "usual_causes": list(causes[i.id]), "broken_by": catchers[i.id], "doc": i.doc,
         }
         for i in invariants
     }  # fmt: skip
     broken: dict[str, dict[str, Any]] = {
         f.id: {
             "id": f.id, "claim": f.claim, "seams": list(f.seams), "source": f.source, "catches": list(f.catches), "degrees": list(f.degrees),
-            "ports": list(f.ports), "doc": f.doc,
+            "ports": list(f.ports), "cause": f.cause, "doc": f.doc,
         }
         for f in faults
     }  # fmt: skip
@@ -263,7 +265,7 @@ def _full(record: dict[str, Any], known: Mapping[str, Mapping[str, Any]]) -> str
         if key in ("broken_by", "catches"):
             lines += [f"{key.replace('_', ' ')}: {len(value)}", *(f"  {name}\n      {known[name]['claim']}" for name in value)]
         elif key not in ("id", "claim", "doc"):
-            lines.append(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+            lines.append(f"{key.replace('_', ' ')}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
     return "\n".join(lines)
 
 

@@ -100,6 +100,15 @@ def test_a_mistake_is_named_with_its_modality(odd: OddPort, wrong: type[OddPort]
     assert 0 <= result.diagnosis["residual"] <= 2e-5
 
 
+def test_rows_in_another_order_are_a_layout() -> None:
+    class Reversed(OddPort):
+        def pack(self, latents: Any) -> Any:
+            return {m: rows.flip(1) if m == "audio" else rows for m, rows in super().pack(latents).items()}
+
+    result = run("packing::unpacking_restores_every_value", Reversed())
+    assert result.diagnosis is not None and result.diagnosis["cause"] == "layout" and "audio" in result.diagnosis["text"], result.diagnosis
+
+
 def test_a_shift_that_nobody_has_thought_of_is_estimated(odd: OddPort) -> None:
     class Shifted(OddPort):
         def grid(self, calls: int, case: Any = None) -> Any:
