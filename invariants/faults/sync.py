@@ -263,7 +263,7 @@ def only_the_first_binds() -> Any:
     return inject.replace(_manager(), "_bind_adapter_weights", make)
 
 
-@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495", unless=fused, cause="stale adapter")
+@fault("adapter", "engine", catches=[NEWEST], source="vllm #42125, #48297; verl #7495", unless=fused)
 def the_second_hand_over_changes_nothing(port: Port) -> Iterator[None]:
     """The engine reports the new version and keeps the first adapter's weights."""
     with inject.in_ranks(port, only_the_first_binds):
