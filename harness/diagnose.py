@@ -12,7 +12,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from loudfail.harness.port import offers
@@ -85,6 +85,7 @@ class Diagnosis:
         residual: relative error that remains under that mistake; None without a cause.
         also: other kinds of mistakes that explain it as well.
         tried: the mistakes that were tried, in order.
+        seconds: that it took.
     """
 
     cause: str
@@ -92,6 +93,7 @@ class Diagnosis:
     residual: float | None = None
     also: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -223,16 +225,22 @@ def diagnose(port: Port, result: Result, *, seconds: float = SECONDS) -> Diagnos
         result: the violated result; its link says what is tried.
         seconds: the longest that it takes, but for the try that is under way then.
     """
-    trial = Trial(port, result.degree or 1, time.perf_counter() + seconds)
+    started = time.perf_counter()
+    trial = Trial(port, result.degree or 1, started + seconds)
     with _restored(port):
-        for attempt in experiments(result.id.split("::")[0]):
-            try:
-                if found := attempt(trial):
-                    return found
-            except OutOfTime:
-                break
-            except Exception:  # a broken port breaks experiments too; the verdict stands without a diagnosis
-                continue
+        found = _explanation(trial, result.id.split("::")[0])
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def _explanation(trial: Trial, link: str) -> Diagnosis:
+    for attempt in experiments(link):
+        try:
+            if found := attempt(trial):
+                return found
+        except OutOfTime:
+            break
+        except Exception:  # a broken port breaks experiments too; the verdict stands without a diagnosis
+            continue
     cause, residual = trial.nearest
     nearest = f"; nearest of {len(trial.tried)}: {cause}, which leaves {residual:.2g}" if residual < 0.5 else ""
     return Diagnosis("", f"no known cause fits{nearest}", None, (), tuple(trial.tried))

@@ -58,6 +58,8 @@ class Gate:
         self._problem: portcheck.PortProblem | None = None
         self._checked = False
         self._engines: dict[int, portcheck.PortProblem | Unavailable | None] = {}
+        #: Seconds that are left for diagnoses: a port that violates everything is explained by its first violations.
+        self._patience = 60.0
 
     # -- the port ----------------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,8 @@ class Gate:
         """Run one invariant and judge its result by what is required and expected."""
         problem = self.problem(invariant, degree)
         if problem is None:
-            result = runner.run(invariant, self.port, degree, seed=self.options.seed, examples=self.options.examples, explain=True)
+            result = runner.run(invariant, self.port, degree, seed=self.options.seed, examples=self.options.examples, explain=self._patience > 0)
+            self._patience -= (result.diagnosis or {}).get("seconds", 0.0)
         elif isinstance(problem, Unavailable):
             result = Result(invariant.id, invariant.claim, "unavailable", degree, message=str(problem), seed=self.options.seed)
         else:

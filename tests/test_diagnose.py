@@ -208,4 +208,4 @@ def _kill(name: str, named: str) -> dict[str, Any]:
 
 
 def test_a_diagnosis_is_plain_data() -> None:
-    assert set(asdict(Diagnosis("a", "b"))) == {"cause", "text", "residual", "also", "tried"}
+    assert set(asdict(Diagnosis("a", "b"))) == {"cause", "text", "residual", "also", "tried", "seconds"}
