@@ -122,7 +122,7 @@ def record_trace(port: Port, golden: GoldenCase, degrees: Sequence[int], *, chan
     noise, sigmas = case.normal("golden/noise", port.shapes(case)), case.sigmas("golden/sigma", port.modalities)
     trace = Trace()
     trace.add("inputs.weights", _summary(port.base_state()))
-    for index, prompt in enumerate(case.prompts):
+    for index, prompt in enumerate(case.prompts if offers(port, "prompt") else ()):
         trace.add(f"inputs.ids.{index}", torch.tensor(port.tokenize(prompt)))
     # What is recorded of the inputs is float32 and nudged as float32; what runs is nudged in the dtype that the model rounds it to.
     trace.add_each("inputs.noise", _nudged(noise, nudge, "float32"))

@@ -219,7 +219,10 @@ def plan(
         try:
             move(f"{edge.name}{','.join(dict.fromkeys(str(one.specifier) for _, one in everyone if one.specifier))}", reason)
         except Conflict:
-            alone = find(edge.requirement)
+            try:
+                alone = find(edge.requirement)
+            except Conflict as nothing:
+                raise Conflict([reason, *nothing.reasons]) from None
             against = [f"{owner} {now[owner].version} requires {one}" for owner, one in everyone if not one.specifier.contains(alone.version)]
             if not override:
                 raise Conflict([f"{reason}, which would be {alone.version}", *against]) from None
@@ -336,17 +339,18 @@ def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say) -
     if not requirements:
         return
     uv = shutil.which("uv")
-    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log:
+    # pip unpacks in its temporary folder and moves everything at the end: one on the same disk, which is watched too.
+    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory(dir=cache) as unpacked:
         command = [uv, "pip", "install", "--python", sys.executable] if uv else [*pip, "install", "--progress-bar=off"]
         command += ["--no-deps", "--target", str(target), *(["--compile-bytecode"] if uv else ["--upgrade"]), *requirements]
         say(f"installing with {'uv' if uv else 'pip'}: {', '.join(Path(one).name for one in requirements)}")
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean())
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean() | {"TMPDIR": unpacked})
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)
                 if process.returncode is None:
-                    say(f"installing: {_size(target) / 2**20:.0f} MiB there so far")
+                    say(f"installing: {(_size(target) + _size(Path(unpacked))) / 2**20:.0f} MiB there so far")
         finally:
             if process.poll() is None:
                 process.kill()

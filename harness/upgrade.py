@@ -82,19 +82,21 @@ def run(parsed: argparse.Namespace) -> int:
         before_environment = environments.present()
         arguments = {"cache": cache, "fresh": parsed.fresh, "say": line.show}
         before = upgrade_run.measure(question, before_environment, name="before", **arguments)
-        goldens = None
+        about_goldens = []
         if before["goldens"] is not None and not upgrade_run.has_goldens(before):
             folder = cache / f"goldens-{question.key(before_environment)}"
-            if upgrade_run.record_goldens(question, before_environment, folder, say=line.show):
-                goldens = folder
+            if why := upgrade_run.record_goldens(question, before_environment, folder, say=line.show):
+                about_goldens = [f"no goldens, and none could be recorded, so only checks are compared: {why}"]
+            else:
+                about_goldens = ["the port has no goldens; these were recorded before the upgrade, with tolerances measured on this machine"]
                 question = upgrade_run.Question(question.port, question.gate, (*question.golden, "--folder", str(folder)))
                 before = upgrade_run.measure(question, before_environment, name="before", **arguments)
         from loudfail.harness.environment import describe
 
         record["before"] |= {"packages": before["packages"], "cpu": describe("cpu")["cpu"], "seconds": before["seconds"]}
-        record["notes"] = upgrade_drift.compare(before, before)["notes"]
-        if goldens is not None:
-            record["notes"].append("the port has no goldens; these were recorded before the upgrade, with tolerances measured on this machine")
+        record["notes"] = upgrade_drift.compare(before, before)["notes"] + about_goldens
+        if not upgrade_drift.holds_anything(before):
+            raise UsageProblem(f"no check holds before the upgrade, so there is nothing to compare; see `loudfail gate {port}`")
         for note in record["notes"]:
             line.print(f"note: {note}")
         installed, find = environments.installed(), environments.finder(cache)
@@ -116,6 +118,8 @@ def run(parsed: argparse.Namespace) -> int:
             row["as_expected"] = bool(request.expect) and row["verdict"] == request.expect
             _write(record, parsed.out)  # after each row, so that an interrupted matrix leaves what it has
             line.print(_line(row))
+    except upgrade_run.SourcesChanged as error:
+        raise UsageProblem(str(error)) from None
     finally:
         line.clear()
     _write(record, parsed.out)

@@ -46,6 +46,11 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
     return drift
 
 
+def holds_anything(run: Run) -> bool:
+    """Whether any check of a run holds. Two runs in which none does agree, and that says nothing."""
+    return any(result["status"] == "holds" for result in _results(run).values())
+
+
 # -- checks --------------------------------------------------------------------------------------------------------------------------------------
 
 

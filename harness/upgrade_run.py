@@ -32,6 +32,10 @@ TIMEOUT = 1800.0
 REASON = "what the port computes before an upgrade"
 
 
+class SourcesChanged(Exception):
+    """The suite or the port was edited during a run."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What is run in each environment.
@@ -84,16 +88,13 @@ def _importable(folder: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def measure(
-    question: Question, environment: Environment, cache: Path, *, goldens: Path | None = None, fresh: bool = False, name: str = "", say: Say = print
-) -> dict[str, Any]:
+def measure(question: Question, environment: Environment, cache: Path, *, fresh: bool = False, name: str = "", say: Say = print) -> dict[str, Any]:
     """Run gate and goldens in an environment.
 
     Args:
         question: what is run.
         environment: where.
         cache: folder of runs; one that was finished with the same environment, sources and arguments is not run again.
-        goldens: folder of the goldens to verify; None for those of the port.
         fresh: run again all the same.
         name: of the environment, for progress.
         say: told what is being run, and its last line.
@@ -101,9 +102,12 @@ def measure(
     Returns:
         ``packages``, ``python``; ``gate``: the record of the gate or None; ``gate_error``: the end of its output if it left none;
         ``goldens``: list of verifications or None, with ``goldens_error`` likewise; ``seconds``: of each.
+
+    Raises:
+        SourcesChanged: suite or port were edited meanwhile.
     """
     folder = cache / f"run-{question.key(environment)}"
-    done = folder / "run.json"
+    done, at_start = folder / "run.json", sources(question.port)
     if done.exists() and not fresh:
         say(f"{name}: was run before with these versions and sources")
         return dict(json.loads(done.read_text(encoding="utf-8")))
@@ -118,12 +122,14 @@ def measure(
     record["gate_error"] = "" if record["gate"] else _tail(log, code)
     _see_versions(record["gate"], environment)
 
-    arguments = ["golden", "verify", question.port, "--json", *question.golden, *(["--folder", str(goldens)] if goldens else [])]
+    arguments = ["golden", "verify", question.port, "--json", *question.golden]
     code, seconds, log = _call(environment, arguments, folder / "goldens.log", f"{name}: goldens", say, output=folder / "goldens.json")
     record["seconds"]["goldens"] = seconds
     found = _load(folder / "goldens.json")
     record["goldens"] = found.get("goldens") if found else None
     record["goldens_error"] = "" if found else _tail(log, code)
+    if sources(question.port) != at_start:
+        raise SourcesChanged("Loudfail's or the port's files were edited while this ran; what differs would not be the upgrade's. Run it again")
     write_json(done, record)  # last: a run without it was interrupted and is run again
     return record
 
@@ -133,19 +139,22 @@ def has_goldens(run: Mapping[str, Any]) -> bool:
     return any(one.get("probes") for one in run.get("goldens") or [])
 
 
-def record_goldens(question: Question, environment: Environment, folder: Path, *, say: Say = print) -> bool:
-    """Record goldens of a port that has none, with their measured tolerances. False, with nothing written, where the port does not allow it."""
+def record_goldens(question: Question, environment: Environment, folder: Path, *, say: Say = print) -> str:
+    """Record goldens of a port that has none, with their measured tolerances.
+
+    Returns:
+        Empty, or why the port does not allow it.
+    """
     if (folder / "complete").exists():
-        return True
+        return ""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = ["golden", "record", question.port, "--folder", str(folder), "--reason", REASON, "--allow-dirty", ".", *question.golden]
     code, _, log = _call(environment, arguments, folder / "record.log", "recording goldens before the upgrade", say)
     if code:
-        say(f"no goldens: {_tail(log, code).splitlines()[-1]}")
-        return False
+        return _tail(log, code).splitlines()[-1]
     (folder / "complete").touch()
-    return True
+    return ""
 
 
 def _see_versions(gate: Mapping[str, Any] | None, environment: Environment) -> None:
