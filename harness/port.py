@@ -497,6 +497,14 @@ class Port:
         """Conditions of each sample, a pure function of the case."""
         raise NotImplementedError
 
+    def canvas(self, case: Case) -> tuple[int, int]:
+        """Height and width in pixels of the pictures that `pictured` takes. Only for ports on which something can be given."""
+        raise NotImplementedError
+
+    def pictured(self, case: Case, pictures: Sequence[Mapping[str, Any]]) -> list[Conditions]:
+        """`conditions` with the user's pictures in the place of drawn ones: for each sample by name, uint8 ``(*canvas, 3)``."""
+        raise NotImplementedError
+
     def grid(self, calls: int, case: Case | None = None) -> dict[str, torch.Tensor]:
         """The sigma grid that training and rollout walk for ``calls`` model calls.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loudfail.trainer.config import RECIPES, Config, ConfigProblem, differing, parse, read_recipe
-from loudfail.trainer.train import USAGE, main, read_prompts
+from loudfail.trainer.train import USAGE, main
 
 
 def test_every_built_in_recipe_is_valid() -> None:
@@ -68,15 +68,6 @@ def test_bad_usage_exits_with_4_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert main(["h3_tiny", "--out", str(tmp_path / "out"), "--set", "steps=0"]) == USAGE
     assert "steps is 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_line_without_prompt_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("rain\n\nwind\n \n")
-    with pytest.raises(ConfigProblem, match="no prompt in line 2, 4"):
-        read_prompts(parse({"data": {"prompts": str(file)}}))
-    file.write_text("rain\nwind\n")
-    assert read_prompts(parse({"data": {"prompts": str(file)}})) == ["rain", "wind"]
 
 
 @pytest.mark.parametrize(("name", "tp", "given"), [("h3_t2va", 2, ()), ("h3_fl2va", 4, ("first",))])

@@ -21,7 +21,7 @@ import torch
 
 from loudfail.harness.case import Case
 from loudfail.harness.port import BindReport, Conditions, Port, Trajectory, noised
-from loudfail.trainer import adapters, monitor, nft
+from loudfail.trainer import adapters, data, monitor, nft
 from loudfail.trainer.config import Config
 from loudfail.trainer.parallel import Ranks
 from loudfail.trainer.sampler import Sampler, send, sent
@@ -51,6 +51,7 @@ class Run:
         timing: seconds by part of a step, summed.
         old: the old policy in float32 where the actor stores it narrower; None until it is first refreshed, and where it does not.
         observe: called after each update with what it was made from: batch, clean latents, sub-scores, and the update.
+        rows: of the dataset, one for each of ``prompts``, where they bring pictures; empty where the port draws what is given.
     """
 
     config: Config
@@ -69,6 +70,7 @@ class Run:
     timing: dict[str, float] = field(default_factory=dict)
     old: dict[str, torch.Tensor] | None = None
     observe: Callable[[Batch, Latents, Scores, Update], None] = lambda *_: None
+    rows: Sequence[data.Row] = ()
 
 
 @dataclass
@@ -364,8 +366,10 @@ def noise_of(run: Run, purpose: str, count: int) -> Latents:
 
 def condition_of(run: Run, index: int) -> Conditions:
     """Conditions of one prompt of the dataset; the same at every step."""
-    data = run.config.data
-    return run.port.conditions(Case(seed=run.config.seed + index, extent=extent_of(run), prompts=(run.prompts[index],), given=data.given))[0]
+    case = Case(seed=run.config.seed + index, extent=extent_of(run), prompts=(run.prompts[index],), given=run.config.data.given)
+    if not run.rows:
+        return run.port.conditions(case)[0]
+    return run.port.pictured(case, [data.pixels(run.rows[index], run.port.canvas(case))])[0]
 
 
 def extent_of(run: Run) -> dict[str, int]:

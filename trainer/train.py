@@ -243,6 +243,7 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
     import torch
 
     from loudfail.trainer import adapters, loop, monitor
+    from loudfail.trainer.data import read_rows
     from loudfail.trainer.parallel import Ranks
     from loudfail.trainer.sampler import LocalRollout
 
@@ -258,6 +259,9 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
         raise ConfigProblem(f"algorithm.modalities names {sorted(unknown)}; the port has {', '.join(port.modalities)}")
     if unknown := set(config.data.extent) - set(port.extents):
         raise ConfigProblem(f"data.extent names {sorted(unknown)}; the port has {', '.join(port.extents)}")
+    if config.data.given not in port.givens:
+        raise ConfigProblem(f"data.given is {list(config.data.given)}; the port has {', '.join(str(list(one)) for one in port.givens)}")
+    rows = read_rows(config.data.prompts, config.data.given)
     adapters.prepare(port, config.seed, config.model.rank, config.model.alpha)
     rollout = make_rollout(config, port, ranks)
     ranks = prepare_actor(config, port, ranks)
@@ -271,8 +275,9 @@ def set_up(config: Config, port: Port | None = None, warn: Any = print) -> Run:
         fused=port.device == "cuda",
     )
     run = loop.Run(
-        config, port, rollout, make_score(config, port), make_score(config, port), read_prompts(config), parameters, optimizer,
+        config, port, rollout, make_score(config, port), make_score(config, port), [row.prompt for row in rows], parameters, optimizer,
         monitor.Watch(config.monitors.policy, warn if ranks.rank == 0 else lambda _: None), ranks,
+        rows=rows if any(row.pictures for row in rows) else (),
     )  # fmt: skip
     loop.hand_over(run)
     return run
@@ -340,28 +345,6 @@ def make_score(config: Config, port: Port) -> Score:
         return reward.score(media, prompts)
 
     return score
-
-
-def read_prompts(config: Config) -> list[str]:
-    """The dataset's prompts, in order.
-
-    Raises:
-        ConfigProblem: the file cannot be read, or has an empty line, which is named.
-    """
-    if config.data.prompts == "synthetic":
-        from loudfail.harness import synthetic
-
-        return list(synthetic.PROMPTS)
-    path = Path(config.data.prompts)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigProblem(f"data.prompts {path}: {error}") from None
-    if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
-        raise ConfigProblem(f"data.prompts {path}: no prompt in line {', '.join(map(str, empty[:5]))}; remove the line")
-    if not lines:
-        raise ConfigProblem(f"data.prompts {path}: no prompts")
-    return lines
 
 
 def save(run: Run, out: Path, gated: str, validation: list[dict[str, float]]) -> None:

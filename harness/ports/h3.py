@@ -90,8 +90,13 @@ class H3(FusedPort):
 
     def conditions(self, case: Case) -> list[Conditions]:
         """Sample i has the i-th prompt, the i-th `keyframes`, and ``case.seed + i`` as the seed of its request."""
-        images = self.keyframes(case)
-        return [self.condition(self.tokenize(prompt), None, case.seed + index, images[index]) for index, prompt in enumerate(case.prompts)]
+        return self.pictured(case, self.keyframes(case))
+
+    def pictured(self, case: Case, pictures: Sequence[Mapping[str, Any]]) -> list[Conditions]:
+        return [self.condition(self.tokenize(prompt), None, case.seed + index, pictures[index]) for index, prompt in enumerate(case.prompts)]
+
+    def canvas(self, case: Case) -> tuple[int, int]:
+        return case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL
 
     def condition(
         self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0, images: Mapping[str, Any] | None = None
@@ -134,7 +139,7 @@ class H3(FusedPort):
 
     def keyframes(self, case: Case) -> list[dict[str, Any]]:
         """The keyframes of each sample by name, uint8 ``(16·h, 16·w, 3)`` noise: one of four a name and size, so that encodings are cached."""
-        size = (case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL, 3)
+        size = (*self.canvas(case), 3)
         return [{name: _picture(name, (case.seed + index) % 4, size) for name in case.given} for index in range(case.batch)]
 
     def encode_frame(self, image: Any) -> torch.Tensor:

@@ -94,6 +94,15 @@ class LTX2(FusedPort):
         """Sample i has the i-th prompt and the i-th of `given_latents`."""
         return [self.condition(self.tokenize(prompt), given) for prompt, given in zip(case.prompts, self.given_latents(case), strict=True)]
 
+    def pictured(self, case: Case, pictures: Sequence[Mapping[str, Any]]) -> list[Conditions]:
+        given = [{name: self.encode_frame(picture) for name, picture in own.items()} for own in pictures]
+        return [self.condition(self.tokenize(prompt), one) for prompt, one in zip(case.prompts, given, strict=True)]
+
+    def canvas(self, case: Case) -> tuple[int, int]:
+        from loudfail.harness.ports.ltx2_media import SPATIAL
+
+        return case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL
+
     def condition(self, prompt_ids: Sequence[int], given: Mapping[str, torch.Tensor] | None = None, seed: int = 0) -> Conditions:
         """Conditions of one sample: token ids of the prompt, and the clean latents ``(C, 1, h, w)`` of the first frame by name; nothing is drawn."""
         context = self._encode(tuple(prompt_ids))
@@ -277,9 +286,7 @@ class LTX2(FusedPort):
 
     def first_frames(self, case: Case) -> list[Any]:
         """The first frame of each sample, uint8 ``(32·h, 32·w, 3)`` noise, one of four a size, or None where none is given."""
-        from loudfail.harness.ports.ltx2_media import SPATIAL
-
-        size = (case.extent["height"] * SPATIAL, case.extent["width"] * SPATIAL, 3)
+        size = (*self.canvas(case), 3)
         return [_picture((case.seed + index) % 4, size) if case.given else None for index in range(case.batch)]
 
     def encode_frame(self, image: Any) -> torch.Tensor:
