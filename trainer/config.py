@@ -50,7 +50,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts: ``synthetic`` (the synthetic world's) or a file, see ``trainer/data.py``; condition mode; extent by axis (the port's first if empty)."""
+    """Prompts: ``synthetic`` or a file, see ``trainer/data.py``; condition mode; extent by axis (the port's first if empty)."""
 
     prompts: str = "synthetic"
     given: tuple[str, ...] = ()
