@@ -121,7 +121,7 @@ def _one_line(result: Mapping[str, Any]) -> str:
     violation = result.get("violation") or {}
     if violation:
         return f"got {violation.get('got')}, want {violation.get('want')}" + (f", at {violation['where']}" if violation.get("where") else "")
-    return next(iter(str(result.get("message") or "").splitlines()), "")
+    return _portable(next(iter(str(result.get("message") or "").splitlines()), ""))
 
 
 # -- interfaces ----------------------------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,12 @@ def exception_of(result: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _read(match: re.Match[str]) -> tuple[str, str]:
-    return match[1], (match[2] or "").strip()
+    return match[1], _portable(match[2] or "").strip()
+
+
+def _portable(text: str) -> str:
+    """Text with files of packages named as they are wherever the environment lies."""
+    return re.sub(r"/\S*?/site-packages/", "", text)
 
 
 def _place(text: str) -> str:
