@@ -273,13 +273,14 @@ def finder(cache: Path) -> Callable[[str], Distribution]:
         about = item["metadata"]
         name, version = normalize(about["name"]), about["version"]
         return Distribution(
-            name, version, tuple(about.get("requires_dist", ())), str(Path(text).resolve()) if _is_file(text) else f"{name}=={version}"
+            name, version, tuple(about.get("requires_dist", ())), str(Path(text).resolve()) if is_file(text) else f"{name}=={version}"
         )
 
     return find
 
 
-def _is_file(text: str) -> bool:
+def is_file(text: str) -> bool:
+    """Whether a request is a file or folder and no name of a package."""
     return text.endswith(".whl") or os.sep in text
 
 

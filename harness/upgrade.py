@@ -96,7 +96,8 @@ def run(parsed: argparse.Namespace) -> int:
         record["before"] |= {"packages": before["packages"], "cpu": describe("cpu")["cpu"], "seconds": before["seconds"]}
         record["notes"] = upgrade_drift.compare(before, before)["notes"] + about_goldens
         if not upgrade_drift.holds_anything(before):
-            raise UsageProblem(f"no check holds before the upgrade, so there is nothing to compare; see `loudfail gate {port}`")
+            why = next(iter(str(before["gate_error"]).strip().splitlines()[-1:]), f"see `loudfail gate {port}`")
+            raise UsageProblem(f"no check holds before the upgrade, so there is nothing to compare: {why}")
         for note in record["notes"]:
             line.print(f"note: {note}")
         installed, find = environments.installed(), environments.finder(cache)
@@ -186,7 +187,26 @@ def _requests(parsed: argparse.Namespace) -> list[Request]:
     found += read_matrix(parsed.matrix) if parsed.matrix is not None else []
     if not found:
         raise UsageProblem('say what to upgrade: --with "diffusers==0.42.1", or --matrix FILE')
+    for request in found:
+        for package in request.packages:
+            _check_requirement(package)
     return found
+
+
+def _check_requirement(text: str) -> None:
+    """Raises `UsageProblem` before anything is run for what no installer would take."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    from loudfail.harness.environments import is_file
+
+    if is_file(text):
+        if not Path(text).exists():
+            raise UsageProblem(f"{text}: there is no such file")
+        return
+    try:
+        Requirement(text)
+    except InvalidRequirement as error:
+        raise UsageProblem(f"{text!r} is no requirement, such as diffusers==0.42.1: {str(error).splitlines()[0]}") from None
 
 
 def read_matrix(path: Path) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -326,6 +327,12 @@ def test_a_matrix_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says
     (tmp_path / "matrix.toml").write_text(text)
     with pytest.raises(UsageProblem, match=says):
         upgrade.read_matrix(tmp_path / "matrix.toml")
+
+
+@pytest.mark.parametrize(("request_text", "says"), [("peft=0.20", "is no requirement"), ("gone/peft.whl", "no such file"), ("", "is no requirement")])
+def test_what_no_installer_takes_is_refused_before_anything_runs(request_text: str, says: str) -> None:
+    with pytest.raises(UsageProblem, match=says):
+        upgrade._requests(argparse.Namespace(packages=[request_text], override=False, matrix=None))
 
 
 def test_the_matrix_of_this_project_is_read() -> None:
