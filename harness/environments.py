@@ -268,7 +268,8 @@ def finder(cache: Path) -> Callable[[str], Distribution]:
             )  # fmt: skip
             if done.returncode or not report.exists():
                 said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                raise Conflict([f"{text}: {said[-1] if said else 'pip finds nothing'}"])
+                named = [line for line in said if not line.startswith("ResolutionImpossible")]  # a line that names nothing
+                raise Conflict([f"{text}: {named[-1] if named else 'pip finds nothing'}"])
             item = json.loads(report.read_text())["install"][0]
         about = item["metadata"]
         name, version = normalize(about["name"]), about["version"]
