@@ -228,8 +228,10 @@ def _ports(options: argparse.Namespace) -> Iterator[Port]:
 
 
 def _port(name: str, dtype: str, device: str) -> Port:
+    from loudfail.harness import environment
     from loudfail.harness.registry import UnknownId, find_port
 
+    environment.use_exact_float32()
     try:
         return find_port(name)(dtype=dtype, device=device)
     except (UnknownId, ImportError) as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from loudfail.golden.cases import GoldenCase, cases_of, record_trace, threads
 from loudfail.golden.store import GoldenError
+from loudfail.harness import environment
 from loudfail.harness.registry import find_port
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int], devi
         port: its class has to be importable; an equal port is made in the process.
         golden: one of `cases_of` the port.
         degrees: tensor-parallel degrees of the rollout.
-        device: ``cpu`` or ``cuda``; None for the port's own with another instruction set.
+        device: ``cpu`` or ``cuda``; None for the port's own with another instruction set. vLLM serves one device an installation, so that on
+            the other one there is no rollout.
 
     Raises:
         GoldenError: the process failed; its last lines are in the message.
@@ -48,7 +50,7 @@ def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int], devi
         "port": f"{type(port).__module__}:{type(port).__qualname__}",
         "arguments": port.arguments() | ({"device": device} if device else {}),
         "case": golden.name,
-        "degrees": list(degrees),
+        "degrees": [] if device else list(degrees),
     }
     with tempfile.TemporaryDirectory(prefix="loudfail-golden-") as folder:
         target = Path(folder) / "trace.safetensors"
@@ -70,6 +72,7 @@ def main(task: str, target: str) -> None:
     from safetensors.torch import save_file
 
     wanted = json.loads(task)
+    environment.use_exact_float32()
     port = find_port(wanted["port"])(**wanted["arguments"])
     try:
         case = next(case for case in cases_of(port) if case.name == wanted["case"])

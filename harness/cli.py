@@ -105,7 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if argv and argv[0] in ELSEWHERE:
             return _elsewhere(argv[0], argv[1:])
         parser = build_parser()
-        parsed = parser.parse_args(argv)
+        parsed, rest = parser.parse_known_args(argv)
+        if rest and hasattr(parsed, "fault") and not any(value.startswith("-") for value in rest):
+            parsed.fault += rest  # argparse takes the faults of `faults PORT --tp 1 FAULT` for unknown ones
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         if parsed.version:
             from importlib.metadata import version
 

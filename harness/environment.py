@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import threading
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,30 @@ def describe(device: str | None = None) -> dict[str, Any]:
         "device": device_name(device) if device is not None else _find_device(),
         "commit": commit(),
     }
+
+
+def use_exact_float32() -> None:
+    """Let float32 be float32 in this process. On a GPU torch takes TensorFloat-32 for convolutions unless told otherwise: 10 bits of fraction, with
+    which an encoded keyframe is off by 1e-3."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def attention_kernels() -> dict[str, bool]:
+    """Which kernels torch may choose from for attention on a GPU, by torch's name. Importing vLLM changes them: it turns cuDNN's off."""
+    import torch
+
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("cudnn", "flash", "mem_efficient", "math")}
+
+
+def set_attention_kernels(allowed: Mapping[str, bool]) -> None:
+    """Allow these, as another process told by `attention_kernels`."""
+    import torch
+
+    for name, enabled in allowed.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from loudfail.harness import environment
 from loudfail.harness.port import SEAMS
 
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
@@ -68,7 +69,8 @@ class Options:
     given: tuple[str, ...] = ()
 
     def construct(self, cls: type) -> Any:
-        """The port, on the device that ``auto`` means here."""
+        """The port, on the device that ``auto`` means here, where float32 is float32 from now on."""
+        environment.use_exact_float32()
         device = self.device
         if device == "auto":
             import torch

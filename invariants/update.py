@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from loudfail.harness import environment
 from loudfail.harness.case import Case
 from loudfail.harness.compare import note, require, require_at_least, require_close, require_equal
 from loudfail.harness.port import Conditions, Noised, Plan, Port, Scored, Update, random_adapter
@@ -308,6 +309,7 @@ class Place:
     trainer: str
     adapter: Any
     threads: int
+    attention: tuple[tuple[str, bool], ...]
 
 
 _worlds: WeakKeyDictionary[Port, World] = WeakKeyDictionary()
@@ -321,7 +323,8 @@ def in_two_processes(port: Port, function: Callable[Concatenate[Rank, Port, P], 
     """
     if "<locals>" in type(port).__qualname__ or type(port).__module__ == "__main__":
         raise Unavailable(f"{type(port).__qualname__} cannot be imported by another process; put it into a module")
-    place = Place(type(port), tuple(port.arguments().items()), port.trainer, port.adapter, torch.get_num_threads())
+    kernels = tuple(environment.attention_kernels().items())
+    place = Place(type(port), tuple(port.arguments().items()), port.trainer, port.adapter, torch.get_num_threads(), kernels)
     if port not in _worlds or not _worlds[port].alive:
         _worlds[port] = World(2, environment={"OMP_NUM_THREADS": str(place.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     results = _worlds[port].call(_with_port, place, function, args, kwargs)
@@ -334,6 +337,8 @@ def in_two_processes(port: Port, function: Callable[Concatenate[Rank, Port, P], 
 def _with_port(rank: Rank, place: Place, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     if rank.state.get("place") != place:
         torch.set_num_threads(place.threads)
+        environment.use_exact_float32()
+        environment.set_attention_kernels(dict(place.attention))  # those that the server has left: it has imported vLLM
         with without_preloading():
             port = place.port(**dict(place.arguments))
         port.adapter, port.trainer = place.adapter, place.trainer

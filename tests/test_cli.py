@@ -213,6 +213,7 @@ def test_faults_tells_the_four_outcomes_apart(loudfail: Loudfail, tmp_path: Path
 
 def test_faults_that_are_all_caught_exit_0(loudfail: Loudfail) -> None:
     assert loudfail("faults", "toyports:Toy", "schedule::squared_grid").code == 0
+    assert loudfail("faults", "toyports:Toy", "--tp", "1", "schedule::squared_grid").code == 0, "options may stand before the faults"
 
 
 def test_a_false_alarm_fails_the_matrix(loudfail: Loudfail) -> None:

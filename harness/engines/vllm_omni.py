@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loudfail.harness.case import Case
+from loudfail.harness.environment import use_exact_float32
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Trajectory, probe
 from loudfail.harness.violation import Unavailable, Violation
 from loudfail.harness.world import Rank, World
@@ -118,6 +119,9 @@ class VllmOmniRollout:
     def rebuild(self) -> None:
         """Build the model afresh in every rank, without weights and adapter: after a patch of upstream classes."""
         found = self.world.call(build, self.model, self.dtype)[0]
+        if isinstance(found, str):
+            self.close()
+            raise Unavailable(found)
         if others := sorted(found - {self.attention, self.attention.removeprefix("TORCH_")}):  # upstream falls back with a line in its log
             self.close()
             raise Unavailable(f"attention backend {self.attention} is not available on this machine; vLLM-Omni would run {', '.join(others)}")
@@ -305,6 +309,7 @@ def start(rank: Rank) -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning)  # upstream's own calls into torch.distributed
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_exact_float32()
     # A name that differs from rank to rank makes vLLM's CPU communicator fall back to gloo; its shared-memory all-reduce has no integers, which
     # vLLM-Omni's projection cache sends.
     os.environ["VLLM_DIST_IDENT"] = f"loudfail-{rank.rank}"
@@ -340,11 +345,14 @@ def diffusion_config(dtype: torch.dtype, architecture: Mapping[str, Any]) -> Ite
         yield config
 
 
-def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str]:
-    """Build the model without weights; the names of the attention backends in it."""
+def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str] | str:
+    """Build the model without weights; the names of the attention backends in it, or why it cannot run here."""
     from vllm.model_executor.layers.linear import LinearBase
+    from vllm.platforms import current_platform
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 
+    if rank.device == "cpu" and current_platform.is_cuda_alike():
+        return "this vLLM is built for the GPU that it sees, and does not run on the CPU beside it; --device cuda, or a CPU build of vLLM"
     torch_dtype = getattr(torch, dtype)
     model = spec.build(torch_dtype).to(rank.device).eval()
     pipeline = Pipeline(model, spec.packed_modules(), torch_dtype)
@@ -354,8 +362,21 @@ def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str]:
         linears={name: module for name, module in model.named_modules() if isinstance(module, LinearBase)},
         manager=DiffusionLoRAManager(pipeline, torch.device(rank.device), torch_dtype, max_cached_adapters=2),
     )
-    backends = (getattr(module, "attn_backend", None) for module in model.modules())
-    return {backend.get_name() for backend in backends if backend is not None}
+    layers: list[Any] = [module for module in model.modules() if getattr(module, "attn_backend", None) is not None]
+    for layer in layers[:1]:
+        try:
+            _try_attention(layer, torch_dtype, rank.device)
+        except Exception as error:
+            return f"attention backend {layer.attn_backend.get_name()} does not run on this machine: {type(error).__name__}: {error}"
+    return {layer.attn_backend.get_name() for layer in layers}
+
+
+@torch.inference_mode()
+def _try_attention(layer: Any, dtype: torch.dtype, device: str) -> None:
+    """Attend from a few rows to themselves: a backend can be chosen whose kernel is not installed."""
+    heads, width = layer.num_heads, layer.head_size
+    q = torch.ones(1, 4, heads, width, dtype=dtype, device=device)
+    layer(q, q, q)
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ class LTX2(FusedPort):
         rows = self.pack({"video": video, "audio": latents["audio"][members]})
         told = {modality: 1000 * sigmas[modality][members] for modality in self.modalities}
         if given:  # a level a token: 0 where it is given
-            anchored = torch.arange(rows["video"].shape[1]) < given_rows(conditions[members[0]])
+            anchored = torch.arange(rows["video"].shape[1], device=told["video"].device) < given_rows(conditions[members[0]])
             told["video"] = told["video"][:, None] * ~anchored
         size, model = dict(zip(("num_frames", "height", "width"), video.shape[2:], strict=True)), self.actor
         tensors = dict(
@@ -244,7 +244,7 @@ class LTX2(FusedPort):
 
         def load(world: World) -> None:
             modules = {"text_encoder": self.text_encoder, "connectors": self.connectors}
-            states = None if self.weights else {name: module.state_dict() for name, module in modules.items()}
+            states = None if self.weights else {name: {k: v.cpu() for k, v in module.state_dict().items()} for name, module in modules.items()}
             world.call(ltx2_text.load_rollout_encoder, self.weights, self.width, self.dtype, states)
 
         context = self.encoding_world(load).call(ltx2_text.rollout_encode, tuple(ids))[0]
@@ -257,11 +257,11 @@ class LTX2(FusedPort):
 
     @cached_property
     def text_encoder(self) -> Any:
-        return ltx2_text.encoder(self.weights, self.width, self.dtype)
+        return ltx2_text.encoder(self.weights, self.width, self.dtype).to(self.device)
 
     @cached_property
     def connectors(self) -> Any:
-        return ltx2_text.connectors(self.weights, self.width, self.dtype)
+        return ltx2_text.connectors(self.weights, self.width, self.dtype).to(self.device)
 
     @cached_property
     def _presenter(self) -> Any:
@@ -297,7 +297,7 @@ class LTX2(FusedPort):
 
     def latent_statistics(self) -> tuple[Any, Any]:
         """Mean and deviation of each channel of video latents."""
-        return self.vae.latents_mean, self.vae.latents_std
+        return self.vae.latents_mean.cpu(), self.vae.latents_std.cpu()
 
     # -- media -------------------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Mapping[str, torch.Tensor]) -> list[Media]:

@@ -254,7 +254,7 @@ def _inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Latents with the given frames in front, and the prompt's contexts."""
     given = [torch.stack([one.given[name] for one in conditions]) for name in conditions[0].given]
-    whole = {"video": torch.cat([*given, latents["video"]], dim=2), "audio": latents["audio"]}
+    whole = {"video": torch.cat([*(frame.to(latents["video"]) for frame in given), latents["video"]], dim=2), "audio": latents["audio"]}
     contexts = {m: torch.stack([one.extra[f"{m}_context"] for one in conditions]).to(device, dtype) for m in ("video", "audio")}
     contexts["mask"] = torch.stack([one.extra["mask"] for one in conditions]).to(device)
     return {m: v.to(device, dtype) for m, v in whole.items()}, contexts

@@ -173,7 +173,8 @@ def encode(pipe: Any, connect: Any, ids: Sequence[int]) -> Context:
         handle.remove()
     video, audio, attended = connect(embeds.to(next(connect.parameters()).dtype), mask, padding_side="left")
     real = mask[0].bool()
-    return Context(embeds[0, real].float(), video[0].float(), audio[0].float(), attended[0], tuple(seen[0][real].tolist()))
+    ids = tuple(seen[0][real].tolist())
+    return Context(embeds[0, real].float().cpu(), video[0].float().cpu(), audio[0].float().cpu(), attended[0].cpu(), ids)
 
 
 def _folder(weights: str, name: str) -> Path:
@@ -197,13 +198,13 @@ def load_rollout_encoder(rank: Rank, weights: str | None, width: int, dtype: str
     from vllm_omni.diffusion.models.ltx2.ltx2_conditioning import LTXTextConditioningMixin
 
     class Conditioning(LTXTextConditioningMixin):
-        device = torch.device("cpu")
+        device = torch.device(rank.device)
 
     pipe = Conditioning()
     pipe.tokenizer, pipe.text_encoder, pipe.connectors = (
         IdTokenizer(tokenizer(weights)),
-        encoder(weights, width, dtype),
-        connectors(weights, width, dtype),
+        encoder(weights, width, dtype).to(rank.device),
+        connectors(weights, width, dtype).to(rank.device),
     )
     for name, state in (states or {}).items():
         getattr(pipe, name).load_state_dict(state)

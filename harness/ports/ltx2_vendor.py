@@ -85,7 +85,7 @@ def denoise(pipe: Any, noise: Mapping[str, torch.Tensor], calls: int, condition:
     for step in pipe.steps:
         for rows in (step.before, step.after):
             rows["video"] = rows["video"][first:]
-    return list(pipe.steps)
+    return [VendorStep(*({m: value.to(noise[m].device) for m, value in part.items()} for part in vars(step).values())) for step in pipe.steps]
 
 
 def walked(pipe: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: Conditions) -> dict[str, torch.Tensor]:
@@ -97,19 +97,20 @@ def walked(pipe: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: 
         pass
     finally:
         pipe.only_grids = False
-    return dict(pipe.grids)
+    return {modality: grid.to(noise[modality].device) for modality, grid in pipe.grids.items()}
 
 
 @torch.no_grad()
 def _run(pipe: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: Conditions) -> None:
     pipe.steps, pipe.grids = [], {}
-    video = torch.cat([*condition.given.values(), noise["video"]], dim=1)[None]
+    device = pipe._execution_device
+    video = torch.cat([*(frame.to(noise["video"]) for frame in condition.given.values()), noise["video"]], dim=1)[None]
     padding = TOKENS - len(condition.embeds)
     pipe(
-        prompt_embeds=torch.nn.functional.pad(condition.embeds, (0, 0, padding, 0))[None].to(pipe.connectors.dtype),
-        prompt_attention_mask=(torch.arange(TOKENS) >= padding).long()[None],
-        latents=video,
-        audio_latents=noise["audio"][None],
+        prompt_embeds=torch.nn.functional.pad(condition.embeds, (0, 0, padding, 0))[None].to(device, pipe.connectors.dtype),
+        prompt_attention_mask=(torch.arange(TOKENS, device=device) >= padding).long()[None],
+        latents=video.to(device),
+        audio_latents=noise["audio"][None].to(device),
         num_frames=(video.shape[2] - 1) * pipe.vae_temporal_compression_ratio + 1,
         height=video.shape[3] * pipe.vae_spatial_compression_ratio,
         width=video.shape[4] * pipe.vae_spatial_compression_ratio,
@@ -168,6 +169,7 @@ def arrivals(pipe: Any, text: str, image: Any = None, size: Mapping[str, int] | 
     finally:
         for handle in handles:
             handle.remove()
+    seen = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in seen.items()}
     real = seen["mask"][0].bool()
     ids = tuple(seen["ids"][real].tolist())
     if size is None:

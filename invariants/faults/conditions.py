@@ -60,7 +60,7 @@ def given_frames_are_noised_with_the_rest(port: Port) -> Iterator[None]:
     def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         rows = arguments["hidden_states"].clone()
         sigma = float(sigmas["video"][members[0]])
-        noise = torch.randn(rows[:, :given].shape, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(rows[:, :given].shape, generator=torch.Generator().manual_seed(0)).to(rows)
         rows[:, :given] = (1 - sigma) * rows[:, :given] + sigma * noise
         arguments["hidden_states"] = rows
 
@@ -83,7 +83,7 @@ def given_frames_get_new_noise_at_every_call(port: Port) -> Iterator[None]:
 
     def change(arguments: dict[str, Any], given: int, sigmas: Any, members: list[int]) -> None:
         rows = arguments["hidden_states"].clone()
-        rows[:, :given] += 1e-3 * torch.randn(rows[:, :given].shape, generator=generator)
+        rows[:, :given] += 1e-3 * torch.randn(rows[:, :given].shape, generator=generator).to(rows)
         arguments["hidden_states"] = rows
 
     with with_inputs(port, change):
@@ -241,8 +241,8 @@ def the_loss_includes_given_rows(port: Port) -> Iterator[None]:
                 velocity = original(latents, sigmas, conditions)
             finally:
                 handle.remove()
-            extra = sum(output[:, : 1 if any(c.given for c in conditions) else 0].mean() for output in seen)
-            return dict(velocity, video=velocity["video"] + 0.01 * extra)
+            given = torch.stack([output[:, : 1 if any(c.given for c in conditions) else 0].mean() for output in seen]).sum()
+            return dict(velocity, video=velocity["video"] + 0.01 * given.to(velocity["video"].device))
 
         return predict
 

@@ -216,7 +216,7 @@ def text_rows_are_told_that_they_are_clean(port: Port) -> Iterator[None]:
         def inputs(*args: Any) -> Any:
             arguments = original(*args)
             count = arguments["timestep"].numel()
-            arguments["timestep"] = torch.cat([arguments["timestep"], torch.ones(1)])
+            arguments["timestep"] = torch.cat([arguments["timestep"], arguments["timestep"].new_ones(1)])
             arguments["timestep_indices"] = arguments["timestep_indices"].clone().index_fill_(0, arguments["text_indices"], count)
             return arguments
 

@@ -222,7 +222,7 @@ def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
             queue.extend(packed * len(v))
         return original(v, old, t, s, r, settings, *rest)
 
-    with _objective(port, objective), _error(port, lambda d, sigma: sigma**2 * _square(d) / queue.pop(0)):
+    with _objective(port, objective), _error(port, lambda d, sigma: sigma**2 * _square(d) / queue.pop(0).to(d.device)):
         yield
 
 

@@ -102,7 +102,7 @@ def the_trainer_reads_the_last_hidden_state(port: Port) -> Iterator[None]:
             import torch
 
             original(text_encoder, processor, token_ids, *args, **kwargs)
-            return text_encoder.model(input_ids=torch.tensor([token_ids])).last_hidden_state
+            return text_encoder.model(input_ids=torch.tensor([token_ids], device=text_encoder.device)).last_hidden_state
 
         return embed
 

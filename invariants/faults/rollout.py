@@ -460,7 +460,11 @@ def the_engine_cuts_contexts_at_128_tokens(port: Port) -> Iterator[None]:
 
 
 def clocks_at_another_rate() -> Any:
-    return _call(lambda arguments: arguments | {"video_coords": arguments["video_coords"] * torch.tensor([24 / 25, 1, 1]).view(1, 3, 1, 1)})
+    return _call(
+        lambda arguments: (
+            arguments | {"video_coords": arguments["video_coords"] * arguments["video_coords"].new_tensor([24 / 25, 1, 1]).view(1, 3, 1, 1)}
+        )
+    )
 
 
 @fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY, LOOP], source="vllm-omni #4443", ports=["ltx2"])
