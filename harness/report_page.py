@@ -50,9 +50,9 @@ def page(report: Record) -> str:
         modalities=_modalities(report),
         replay=_replay(results),
         goldens=report.get("goldens") or [],
-        facts=list(_flatten(report.get("environment") or {})),
-        port=list(_flatten(report["port"] if isinstance(report.get("port"), Mapping) else report.get("configuration") or {})),
-        run=list(_flatten({key: report[key] for key in ("seed", "required", "seams") if report.get(key) not in (None, [], {})})),
+        facts=list(flatten(report.get("environment") or {})),
+        port=list(flatten(report["port"] if isinstance(report.get("port"), Mapping) else report.get("configuration") or {})),
+        run=list(flatten({key: report[key] for key in ("seed", "required", "seams") if report.get(key) not in (None, [], {})})),
         classes=[str(one) for one in report.get("classes") or []],
         schema=report.get("schema"),
     )
@@ -297,11 +297,11 @@ def _replay(results: list[Record]) -> dict[str, Any]:
     return {"panels": panels, "ticks": ticks, "bound": bound if math.isfinite(bound) else None, "bound_y": y(bound)}
 
 
-def _flatten(value: object, prefix: str = "") -> Iterable[tuple[str, str]]:
+def flatten(value: object, prefix: str = "") -> Iterable[tuple[str, str]]:
     """Nested values as pairs of a dotted name and text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list | tuple):
         yield prefix, views.show(", ".join(str(inner) for inner in value))
     else:

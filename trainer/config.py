@@ -108,11 +108,15 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Validation:
-    """Fixed prompts from fixed noise through the rollout, before the first step, every so many steps (0: only first and last), and at the end."""
+    """Fixed prompts from fixed noise through the rollout, before the first step, every so many steps (0: only first and last), and at the end.
+
+    ``media``: of how many prompts the first sample is written as mp4, picture and JSON; 0 for none.
+    """
 
     every: int = 0
     samples: int = 16
     calls: int = 8
+    media: int = 4
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,13 @@ class Monitors:
 
     policy: Literal["stop", "warn"] = "stop"
     every: int = 1
+
+
+@dataclass(frozen=True)
+class Logs:
+    """TensorBoard files beside ``metrics.jsonl``: ``auto`` writes them where TensorBoard is installed."""
+
+    tensorboard: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     monitors: Monitors = field(default_factory=Monitors)
+    logs: Logs = field(default_factory=Logs)
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -160,7 +172,8 @@ _AT_LEAST = {
     "steps": 1, "micro_batch": 1, "threads": 0, "model.rank": 0, "model.alpha": 0, "parallel.timeout": 1, "rollout.tp": 1,
     "rollout.calls": 2, "algorithm.prompts": 1,
     "algorithm.samples": 2, "algorithm.sigmas": 1, "algorithm.epochs": 1, "algorithm.reference": 0, "algorithm.old_every": 1,
-    "optimizer.weight_decay": 0, "validation.every": 0, "validation.samples": 1, "validation.calls": 2, "checkpoints.every": 0, "checkpoints.keep": 1,
+    "optimizer.weight_decay": 0, "validation.every": 0, "validation.samples": 1, "validation.calls": 2, "validation.media": 0,
+    "checkpoints.every": 0, "checkpoints.keep": 1,
     "monitors.every": 1,
 }  # fmt: skip
 _ABOVE_0 = ("algorithm.beta", "algorithm.clip", "optimizer.learning_rate", "optimizer.clip")

@@ -23,6 +23,7 @@ from loudfail.harness.case import Case
 from loudfail.harness.port import BindReport, Conditions, Port, Trajectory, noised
 from loudfail.trainer import adapters, data, monitor, nft
 from loudfail.trainer.config import Config
+from loudfail.trainer.logs import MONITOR
 from loudfail.trainer.parallel import Ranks
 from loudfail.trainer.sampler import Sampler, send, sent
 
@@ -51,6 +52,7 @@ class Run:
         timing: seconds by part of a step, summed.
         old: the old policy in float32 where the actor stores it narrower; None until it is first refreshed, and where it does not.
         observe: called after each update with what it was made from: batch, clean latents, sub-scores, and the update.
+        exhibit: shows samples of a validation, see `logs.Exhibition.show`.
         rows: of the dataset, one for each of ``prompts``, where they bring pictures; empty where the port draws what is given.
     """
 
@@ -70,6 +72,7 @@ class Run:
     timing: dict[str, float] = field(default_factory=dict)
     old: dict[str, torch.Tensor] | None = None
     observe: Callable[[Batch, Latents, Scores, Update], None] = lambda *_: None
+    exhibit: Callable[[int, Mapping[int, int], Sequence[str], Latents, Scores], dict[int, dict[str, float]]] = lambda *_: {}
     rows: Sequence[data.Row] = ()
 
 
@@ -331,22 +334,27 @@ def after_hand_over(run: Run, before: Mapping[str, torch.Tensor], decay: float |
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Mean of every true sub-score of samples of *fixed prompts from fixed noise*, through the rollout with the policy that it holds."""
+    """Mean of every true sub-score of samples of *fixed prompts from fixed noise*, through the rollout with the policy that it holds; and under
+    ``monitor/`` those of the media that were shown, see `logs.Exhibition`."""
     config = run.config.validation
     count = min(len(run.prompts), 64)
-    mine = list(run.ranks.share(count)) or [run.ranks.rank % count]  # every process makes model calls; one without a prompt repeats another's
+    own = run.ranks.share(count)
+    mine = list(own) or [run.ranks.rank % count]  # every process makes model calls; one without a prompt repeats another's
     prompts = [run.prompts[index] for index in mine for _ in range(config.samples)]
     conditions = [condition for index in mine for condition in [condition_of(run, index)] * config.samples]
     noises = [noise_of(run, f"validation/{index}", config.samples) for index in mine]
     noise = {m: torch.cat([one[m] for one in noises]) for m in noises[0]}
     final = run.rollout.rollout(noise, config.calls, conditions).final
     scores = {name: value.cpu().view(len(mine), -1) for name, value in run.score_again(final, prompts).items()}
-    by_prompt = {
-        index: {name: value[place] for name, value in part.items()}
-        for own, part in run.ranks.gather((mine, scores))
-        for place, index in enumerate(own)
-    }
-    return {name: float(torch.cat([by_prompt[index][name] for index in range(count)]).mean()) for name in scores}
+    watched = run.exhibit(run.step, {index: place * config.samples for place, index in enumerate(own)}, prompts, final, scores)
+    by_prompt: dict[int, dict[str, torch.Tensor]] = {}
+    shown: dict[int, dict[str, float]] = {}
+    for numbers, part, seen in run.ranks.gather((mine, scores, watched)):
+        by_prompt |= {index: {name: value[place] for name, value in part.items()} for place, index in enumerate(numbers)}
+        shown |= seen
+    means = {name: float(torch.cat([by_prompt[index][name] for index in range(count)]).mean()) for name in scores}
+    monitors = [shown[index] for index in sorted(shown)]
+    return means | {f"{MONITOR}{name}": sum(one[name] for one in monitors) / len(monitors) for name in (monitors[0] if monitors else ())}
 
 
 def draw_levels(run: Run, epoch: int, count: int, calls: int) -> list[int]:

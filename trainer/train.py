@@ -31,6 +31,7 @@ DONE, STOPPED, INTERRUPTED, USAGE = 0, 1, 2, 4
 #: Configuration keys that a resumed run may change: they decide no number of a step.
 MAY_CHANGE = (
     "steps", "checkpoints.every", "checkpoints.keep", "monitors.policy", "parallel.shard", "parallel.timeout", "model.gradient_checkpointing",
+    "validation.media", "logs.tensorboard",
 )  # fmt: skip
 
 
@@ -50,7 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
         description="The reference trainer: DiffusionNFT on joint audio and video, with monitors at every hand-over.",
         epilog="Exit codes: 0 done, 1 a monitor stopped the run, 2 interrupted (a checkpoint was saved), 4 usage or refused.",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help=f"{recipes}, or the path of a .toml file")
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{recipes}, or the path of a .toml file; with --page, the folder of a run")
+    parser.add_argument(
+        "--page", action="store_true", help="train nothing: write report.html again from the files of a run, also of one that was killed"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (default runs/RECIPE)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, such as optimizer.learning_rate=1e-3"
@@ -68,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(list(argv))
     out = arguments.out or Path("runs") / Path(arguments.recipe).stem
     try:
+        if arguments.page:
+            return _page(Path(arguments.recipe) if Path(arguments.recipe).is_dir() else out)
         config = read_recipe(arguments.recipe, arguments.overrides)
         return train(config, out, resume=arguments.resume, certificate=arguments.certificate, ungated=arguments.ungated)
     except (ConfigProblem, Refused) as error:
@@ -83,6 +89,16 @@ def main(argv: Sequence[str]) -> int:
             raise
         print(f"loudfail train: error: {error}; {_checkpoint_advice(out)}", file=sys.stderr, flush=True)
         os._exit(STOPPED)  # threads of a collective that will never end must not keep this process
+
+
+def _page(out: Path) -> int:
+    from loudfail.trainer import run_page
+
+    try:
+        print(f"written: {run_page.write(out)}")
+    except FileNotFoundError as error:
+        raise Refused(f"{out} is no folder of a run: no {Path(error.filename).name}") from None
+    return DONE
 
 
 def train(
@@ -112,7 +128,8 @@ def train(
     from loudfail.harness.progress import StatusLine
     from loudfail.harness.record import plain, write_json
     from loudfail.harness.violation import Unavailable, Uncovered
-    from loudfail.trainer import checkpoint, loop
+    from loudfail.trainer import checkpoint, loop, run_page
+    from loudfail.trainer.logs import SCORES, Board, Exhibition
     from loudfail.trainer.monitor import MonitorFired
     from loudfail.trainer.parallel import noticing_losses
 
@@ -129,8 +146,23 @@ def train(
         raise Refused(str(error)) from error
     first = run.ranks.rank == 0
     status, message, history = "done", "", []
+    board: Board | None = None
     try:
+        step, say = saved.step if saved else 0, line.print if first else lambda _: None
+        board = Board(out / "tensorboard", config.logs.tensorboard if first else "off", step, say)
+        exhibition = Exhibition(out / "validation", run.port, config.validation.media, step, say)
+        run.exhibit = exhibition.show
+        if first:
+            write_json(out / "run.json", {"config": config.plain(), "gated": gated, "processes": run.ranks.size})
         metrics = out / "metrics.jsonl"
+
+        def validated() -> dict[str, float]:
+            means = loop.validate(run)
+            if first:
+                write_json(exhibition.place(run.step) / SCORES, {"step": run.step, "means": means})
+                board.validation(run.step, means)
+            return means
+
         with noticing_losses(), interruption() as interrupted:
             if saved is not None:
                 validation = restore(run, saved)
@@ -140,7 +172,7 @@ def train(
             else:
                 if first:
                     metrics.write_text("")
-                validation = [loop.validate(run)]
+                validation = [validated()]
             began, at = time.monotonic(), run.step
             while run.step < config.steps:
                 try:
@@ -152,11 +184,12 @@ def train(
                     history.append(record)
                     with metrics.open("a") as file:
                         file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+                    board.step(record)
                     line.show(_progress(record, config.steps, (time.monotonic() - began) / (run.step - at)))
                 stop = run.ranks.any(bool(interrupted), run.port.device)
                 last = stop or run.step == config.steps
                 if (last or (config.validation.every and run.step % config.validation.every == 0)) and not stop:
-                    validation.append(loop.validate(run))
+                    validation.append(validated())
                 if last or (config.checkpoints.every and run.step % config.checkpoints.every == 0):
                     save(run, out, gated, validation)
                 if stop:
@@ -167,8 +200,13 @@ def train(
             summary = summarize(run, history, validation) | {"status": status, "message": message, "gated": gated}
             summary |= {"seconds": time.monotonic() - start, "peak_rss_bytes": memory.stop()}
             write_json(out / "summary.json", summary)
+            run_page.write(out)
             _show(line.print, summary, out)
+    except (Unavailable, ImportError) as error:
+        raise Refused(str(error)) from error
     finally:
+        if board is not None:
+            board.close()
         run.port.close()
     run.ranks.close()  # not after an error: it could wait for a process that is gone
     return {"done": DONE, "stopped": STOPPED, "interrupted": INTERRUPTED}[status]
@@ -444,11 +482,14 @@ def interruption() -> Iterator[list[int]]:
 
 def summarize(run: Run, history: list[dict[str, Any]], validation: list[dict[str, float]]) -> dict[str, Any]:
     """What a run came to. ``[first, last]``: true reward and sub-scores of validation, through the rollout; logged reward of training."""
-    ends = {name: [validation[0][name], validation[-1][name]] for name in validation[0]}
+    from loudfail.trainer.logs import MONITOR, find_alarms
+
+    ends = {name: [validation[0][name], validation[-1][name]] for name in validation[0] if not name.startswith(MONITOR)}
     logged = [history[0]["logged_reward"], history[-1]["logged_reward"]] if history else []
     return {
         "schema": "loudfail.train/1", "steps": run.step, "true_reward": ends.pop("total"), "logged_reward": logged, "scores": ends,
         "validation": validation, "timing": run.timing, "monitors": run.watch.counts, "config": run.config.plain(), "classes": run.port.classes(),
+        "reward_hacking": find_alarms(history, validation),
     }  # fmt: skip
 
 
@@ -495,6 +536,8 @@ def _show(write: Any, summary: dict[str, Any], out: Path) -> None:
         write(f"  {name:<24} {a:.3f} → {b:.3f}")
     fired = sum(int(count["fired"]) for count in summary["monitors"].values())
     write(f"  {len(summary['monitors'])} monitors, {fired} fired")
+    for alarm in summary["reward_hacking"]["alarms"]:
+        write(f"  REWARD HACKING? {alarm}")
     if summary["message"]:
         write(f"  {summary['message']}")
     write(f"  written to {out}")

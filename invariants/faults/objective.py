@@ -217,7 +217,7 @@ def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
         if settings.weighting == "adaptive":
             packed = []
             for sign in (1, -1):
-                parts = [(s[m].view(-1, 1) * (old[m] + sign * settings.beta * (v[m] - old[m]) - t[m]).abs().flatten(1)) for m in v]
+                parts = [(s[m].view(-1, 1).to(v[m].device) * (old[m] + sign * settings.beta * (v[m] - old[m]) - t[m]).abs().flatten(1)) for m in v]
                 packed.append(torch.cat(parts, 1).mean(1).detach())
             queue.extend(packed * len(v))
         return original(v, old, t, s, r, settings, *rest)

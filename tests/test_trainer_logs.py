@@ -1,0 +1,144 @@
+"""What a run leaves for people: TensorBoard, media of fixed samples, the page, the reward-hacking alarm."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toyactor import ToyActor
+
+from loudfail.harness.media_files import read_mp4
+from loudfail.harness.violation import Unavailable
+from loudfail.trainer import run_page, train
+from loudfail.trainer.config import read_recipe
+from loudfail.trainer.logs import Board, Exhibition, find_alarms
+
+SMALL = (
+    "steps=2", "threads=0", "algorithm.prompts=2", "algorithm.samples=2", "rollout.calls=4", "validation.samples=2", "validation.media=2",
+    "checkpoints.every=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run of H3."""
+    out = tmp_path_factory.mktemp("run") / "mine"
+    assert train.train(read_recipe("h3_tiny", SMALL), out) == train.DONE
+    return out
+
+
+def test_validation_leaves_film_picture_and_sub_scores_of_fixed_samples(finished: Path) -> None:
+    for step in (0, 2):
+        folder = finished / "validation" / f"step-{step:06d}"
+        assert sorted(path.name for path in folder.iterdir()) == [
+            *(f"prompt-{index:03d}.{kind}" for index in (0, 1) for kind in ("json", "mp4", "png")), "scores.json",
+        ]  # fmt: skip
+        film = read_mp4(folder / "prompt-001.mp4")
+        assert film.video.frames.shape[0] > 1 and film.audio.waveform.shape[0] == 2
+        record = json.loads((folder / "prompt-001.json").read_text())
+        assert record["prompt"] == "a bell rings" and set(record["scores"]) == {"total", "synthetic_text_audio", "synthetic_audio_video"}
+        assert record["monitors"].keys() >= {"audio_silence", "audio_clipping", "video_motion"}
+    means = [json.loads((finished / "validation" / f"step-{step:06d}" / "scores.json").read_text())["means"] for step in (0, 2)]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["validation"] == means
+    assert summary["true_reward"] == [means[0]["total"], means[1]["total"]]
+    assert not any(name.startswith("monitor/") for name in summary["scores"]), "media monitors are no sub-scores"
+
+
+def test_tensorboard_has_every_step_once(finished: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="TensorBoard is an optional extra")
+    seen = events.EventAccumulator(str(finished / "tensorboard")).Reload()
+    tags = set(seen.Tags()["scalars"])
+    assert tags >= {"reward/logged", "reward/true", "score/synthetic_text_audio", "prediction_gradient/audio", "monitors/velocity_replay"}
+    history = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    logged = [(event.step, event.value) for event in seen.Scalars("reward/logged")]
+    assert logged == [(record["step"] + 1, pytest.approx(record["logged_reward"], rel=1e-6)) for record in history]
+    assert [event.step for event in seen.Scalars("validation/total")] == [0, 2]
+
+
+def test_the_page_shows_the_run_and_is_made_again_from_its_files(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (finished / "report.html").read_text()
+    for what in (
+        "mine <em>is done",
+        "Logged against true",
+        "synthetic_audio_video",
+        "velocity_replay",
+        "a bell rings",
+        "validation/step-000002/prompt-000.mp4",
+    ):
+        assert what in text, what
+    assert text.count("<polyline") >= 6 and "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+    (finished / "report.html").unlink()
+    assert train.main([str(finished), "--page"]) == train.DONE
+    assert (finished / "report.html").read_text() == text
+
+
+def test_the_page_of_a_killed_run_says_that_it_did_not_end(finished: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(finished, killed)
+    (killed / "summary.json").unlink()
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "logged_re')
+    text = run_page.write(killed).read_text()
+    assert "killed <em>has not ended" in text and "steps <b>2</b> of <b>2</b>" in text
+    record = run_page.read(finished)
+    assert "UNGATED" in run_page.page(record | {"gated": "ungated"}) and "UNGATED" not in run_page.page(record)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([str(tmp_path), "--page"]) == train.USAGE
+    assert "no folder of a run: no run.json" in capsys.readouterr().err
+
+
+def test_what_was_shown_of_an_abandoned_future_is_removed(tmp_path: Path) -> None:
+    for step in (0, 10, 20):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    said: list[str] = []
+    Exhibition(tmp_path, ToyActor(), 4, 10, said.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000", "step-000010"]
+    assert said == ["validation writes no media: port 'toy-actor' does not decode media"]
+
+
+def test_tensorboard_that_is_missing_is_said_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    said: list[str] = []
+    board = Board(tmp_path, "auto", 0, said.append)
+    board.validation(0, {"total": 1.0})
+    assert len(said) == 1 and "loudfail[logs]" in said[0] and not list(tmp_path.iterdir())
+    with pytest.raises(Unavailable, match=r"loudfail\[logs\]"):
+        Board(tmp_path, "on", 0, said.append)
+
+
+def history(steps: int, **slopes: float) -> list[dict[str, Any]]:
+    """Records of steps whose scores move by so much a step, with a little that is not a trend."""
+    return [{f"score/{name}": 0.5 + slope * step + 0.01 * math.sin(7 * step) for name, slope in slopes.items()} for step in range(steps)]
+
+
+def test_the_alarm_says_what_pays_for_a_rising_total() -> None:
+    hacked = find_alarms(history(20, total=0.01, audio=-0.02, video=0.04), [])
+    assert len(hacked["alarms"]) == 1 and re.match(r"training: total .* while audio ", hacked["alarms"][0])
+    assert find_alarms(history(20, total=0.01, audio=0.01, video=0.01), [])["alarms"] == []
+    assert find_alarms(history(20, total=-0.01, audio=-0.02, video=0.0), [])["alarms"] == [], "no alarm where the total falls"
+    assert find_alarms(history(11, total=0.01, audio=-0.02), []) == {"alarms": [], "steps": 11, "validations": 0}
+
+
+def test_the_alarm_hears_what_no_scorer_measures() -> None:
+    """Samples fall silent while the total rises: a media monitor of the validations says so."""
+    means = [{"total": 0.5 + 0.02 * step, "audio": 0.5 + 0.02 * step, "monitor/audio_silence": 0.04 * step} for step in range(14)]
+    (alarm,) = find_alarms([], means)["alarms"]
+    assert alarm.startswith("validation: total") and "silence" in alarm
+
+
+def test_an_alarm_stands_in_summary_and_page(finished: Path) -> None:
+    record = run_page.read(finished)
+    record["history"] = [record["history"][0] | one | {"step": step} for step, one in enumerate(history(20, total=0.01, synthetic_text_audio=-0.02))]
+    text = run_page.page({**record, "reward_hacking": find_alarms(record["history"], [])})
+    assert "Reward hacking?" in text and "while synthetic_text_audio" in text
+    assert "Reward hacking?" not in run_page.page(run_page.read(finished))
