@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from toyactor import ToyActor
 
 from loudfail.harness.media_files import read_mp4
-from loudfail.harness.violation import Unavailable
-from loudfail.trainer import run_page, train
-from loudfail.trainer.config import read_recipe
+from loudfail.trainer import loop, run_page, train
+from loudfail.trainer.config import Config, ConfigProblem, parse, read_recipe
 from loudfail.trainer.logs import Board, Exhibition, find_alarms
+from loudfail.trainer.rewards.monitors import trend
 
 SMALL = (
     "steps=2", "threads=0", "algorithm.prompts=2", "algorithm.samples=2", "rollout.calls=4", "validation.samples=2", "validation.media=2",
@@ -59,6 +60,36 @@ def test_tensorboard_has_every_step_once(finished: Path) -> None:
     logged = [(event.step, event.value) for event in seen.Scalars("reward/logged")]
     assert logged == [(record["step"] + 1, pytest.approx(record["logged_reward"], rel=1e-6)) for record in history]
     assert [event.step for event in seen.Scalars("validation/total")] == [0, 2]
+
+
+def toy(steps: int, **sections: Any) -> Config:
+    """A run without media that takes a second."""
+    model = {"port": "toyactor:ToyActor", "device": "cpu"}
+    return parse({"steps": steps, "seed": 5, "model": model, "rollout": {"calls": 4}, "validation": {"samples": 2, "calls": 3}} | sections)
+
+
+def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="TensorBoard is an optional extra")
+    config = toy(4, checkpoints={"every": 1, "keep": 9}, validation={"every": 2, "samples": 2, "calls": 3})
+    train.train(config, tmp_path, port=ToyActor())
+    time.sleep(1.1)  # event files are read in the order of their names, which have seconds
+    train.train(config, tmp_path, resume=str(tmp_path / "checkpoints" / "step-000002"), port=ToyActor())
+    seen = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in seen.Scalars("reward/logged")] == [1, 2, 3, 4]
+    assert [event.step for event in seen.Scalars("validation/total")] == [0, 2, 4]
+
+
+def test_what_an_earlier_start_came_to_is_not_said_of_the_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train.train(toy(1), tmp_path, port=ToyActor())
+    assert run_page.read(tmp_path)["status"] == "done"
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(toy(2), tmp_path, resume="", port=ToyActor())
+    assert run_page.read(tmp_path)["status"] == "unfinished"
 
 
 def test_the_page_shows_the_run_and_is_made_again_from_its_files(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +143,7 @@ def test_tensorboard_that_is_missing_is_said_or_refused(tmp_path: Path, monkeypa
     board = Board(tmp_path, "auto", 0, said.append)
     board.validation(0, {"total": 1.0})
     assert len(said) == 1 and "loudfail[logs]" in said[0] and not list(tmp_path.iterdir())
-    with pytest.raises(Unavailable, match=r"loudfail\[logs\]"):
+    with pytest.raises(ConfigProblem, match=r"loudfail\[logs\]"):
         Board(tmp_path, "on", 0, said.append)
 
 
@@ -134,6 +165,33 @@ def test_the_alarm_hears_what_no_scorer_measures() -> None:
     means = [{"total": 0.5 + 0.02 * step, "audio": 0.5 + 0.02 * step, "monitor/audio_silence": 0.04 * step} for step in range(14)]
     (alarm,) = find_alarms([], means)["alarms"]
     assert alarm.startswith("validation: total") and "silence" in alarm
+
+
+@pytest.mark.parametrize("hackable", [True, False])
+def test_a_run_that_pays_with_a_sub_score_says_so(
+    hackable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the agreement of sound and picture subtracted, the total rises by giving it up. No monitor of the loop fires: the trainer does its work."""
+    proper = train.make_score
+
+    def subtracting(*arguments: Any) -> Any:
+        score = proper(*arguments)
+
+        def scored(latents: Any, prompts: Any) -> Any:
+            scores = score(latents, prompts)
+            return scores | {"total": scores["synthetic_text_audio"] - scores["synthetic_audio_video"]}
+
+        return scored
+
+    if hackable:
+        monkeypatch.setattr(train, "make_score", subtracting)
+    assert train.train(toy(40, optimizer={"learning_rate": 1e-2}), tmp_path, port=ToyActor()) == train.DONE
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    totals = [json.loads(line)["logged_reward"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert trend(totals) > 3, "the total rises in both"
+    alarms, said, text = summary["reward_hacking"]["alarms"], capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert ["while synthetic_audio_video" in alarm for alarm in alarms] == ([True] if hackable else [])
+    assert ("REWARD HACKING? training: total" in said) is ("Reward hacking?" in text) is hackable
 
 
 def test_an_alarm_stands_in_summary_and_page(finished: Path) -> None:

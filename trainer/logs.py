@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loudfail.harness.port import Port, offers
 from loudfail.harness.record import write_json
 from loudfail.harness.violation import Unavailable, Uncovered
+from loudfail.trainer.config import ConfigProblem
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,11 @@ class Board:
     Args:
         folder: where the event files go.
         wanted: ``on`` refuses where TensorBoard is not installed; ``auto`` says so and does without; ``off``.
-        step: the first step that will be written; what an earlier start wrote from there on is no longer shown.
+        step: steps that are finished; what an earlier start wrote after them is no longer shown.
         say: told what is missing.
 
     Raises:
-        Unavailable: ``on``, and TensorBoard is not installed.
+        ConfigProblem: ``on``, and TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path, wanted: str, step: int, say: Callable[[str], None]) -> None:
@@ -46,10 +47,10 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             if wanted == "on":
-                raise Unavailable(f"logs.tensorboard = 'on': {error}; pip install 'loudfail[logs]'") from None
+                raise ConfigProblem(f"logs.tensorboard = 'on': {error}; pip install 'loudfail[logs]'") from None
             say("no TensorBoard files: pip install 'loudfail[logs]' for them")
             return
-        self._writer = SummaryWriter(str(folder), purge_step=step)
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Write the record of a step, see `loop.train_step`."""
@@ -89,7 +90,7 @@ class Exhibition:
             self._give_up(f"port {port.name!r} does not decode media")
         for path in sorted(folder.glob("step-*")):
             if path.name[5:].isdigit() and int(path.name[5:]) > step:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # every process of the run does it
 
     def _give_up(self, why: str) -> None:
         self.count = 0

@@ -153,6 +153,7 @@ def train(
         exhibition = Exhibition(out / "validation", run.port, config.validation.media, step, say)
         run.exhibit = exhibition.show
         if first:
+            (out / "summary.json").unlink(missing_ok=True)  # of the start before this one; what it says is no longer so
             write_json(out / "run.json", {"config": config.plain(), "gated": gated, "processes": run.ranks.size})
         metrics = out / "metrics.jsonl"
 
@@ -202,8 +203,6 @@ def train(
             write_json(out / "summary.json", summary)
             run_page.write(out)
             _show(line.print, summary, out)
-    except (Unavailable, ImportError) as error:
-        raise Refused(str(error)) from error
     finally:
         if board is not None:
             board.close()
