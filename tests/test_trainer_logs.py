@@ -171,7 +171,7 @@ def test_the_alarm_hears_what_no_scorer_measures() -> None:
 def test_a_run_that_pays_with_a_sub_score_says_so(
     hackable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the agreement of sound and picture subtracted, the total rises by giving it up. No monitor of the loop fires: the trainer does its work."""
+    """With the agreement of sound and picture subtracted, the total rises by giving it up. No monitor of the loop fires: it does its work."""
     proper = train.make_score
 
     def subtracting(*arguments: Any) -> Any:
