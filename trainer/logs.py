@@ -52,11 +52,13 @@ class Board:
             return
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Write the record of a step, see `loop.train_step`."""
+    def step(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """Write the record of a step, see `loop.train_step`, and the seconds of its parts."""
         values = {"reward/logged": record["logged_reward"], "reward/true": record["true_reward"]}
         values |= {name: value for name, value in record.items() if "/" in name or name in ("gradient_norm", "advantage_spread", "seconds")}
-        self._write(values | {f"monitors/{name}": value for name, value in record["monitors"].items()}, record["step"] + 1)
+        values |= {f"monitors/{name}": value for name, value in record["monitors"].items()}
+        values |= {f"monitors_of_bound/{name}": value for name, value in record["shares"].items()}
+        self._write(values | {f"seconds_of/{part}": value for part, value in seconds.items()}, record["step"] + 1)
 
     def validation(self, step: int, means: Mapping[str, float]) -> None:
         """Write the means of a validation after so many steps."""

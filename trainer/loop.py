@@ -117,6 +117,7 @@ def train_step(run: Run) -> dict[str, Any]:
     step, port, algorithm = run.step, run.port, run.config.algorithm
     start = time.monotonic()
     seen: dict[str, float] = {}
+    run.watch.shares = {}
     thorough = step % run.config.monitors.every == 0
 
     batch = draw(run, step)
@@ -165,6 +166,7 @@ def train_step(run: Run) -> dict[str, Any]:
         "version": run.version,
         "seconds": time.monotonic() - start,
         "monitors": seen,
+        "shares": run.watch.shares,
     }
 
 

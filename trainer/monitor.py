@@ -84,11 +84,13 @@ class Watch:
     Attributes:
         policy: ``stop`` raises `MonitorFired`; ``warn`` calls ``warn`` and goes on.
         counts: monitor → ``ran``, ``fired``, ``vacuous`` → number, and ``worst``, the reading nearest to its bound as a share of it.
+        shares: monitor → its last reading as a share of its bound; above 1 it fired. Whoever wants those of a step alone empties it.
     """
 
     policy: Literal["stop", "warn"] = "stop"
     warn: Callable[[str], None] = print
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
 
     def judge(self, *readings: Reading) -> dict[str, float]:
         """Count the readings; monitor → measurement of those that say something.
@@ -101,7 +103,8 @@ class Watch:
             count["vacuous" if reading.vacuous else "ran"] += 1
             count["fired"] += reading.fires
             if not reading.vacuous:
-                count["worst"] = max(count["worst"], _load(reading))
+                self.shares[reading.monitor] = _load(reading)
+                count["worst"] = max(count["worst"], self.shares[reading.monitor])
         fired = [reading for reading in readings if reading.fires]
         if fired and self.policy == "stop":
             raise MonitorFired(fired)

@@ -176,6 +176,7 @@ def train(
                 validation = [validated()]
             began, at = time.monotonic(), run.step
             while run.step < config.steps:
+                spent = dict(run.timing)
                 try:
                     record = loop.train_step(run)
                 except MonitorFired as fired:
@@ -185,7 +186,7 @@ def train(
                     history.append(record)
                     with metrics.open("a") as file:
                         file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-                    board.step(record)
+                    board.step(record, {part: seconds - spent.get(part, 0.0) for part, seconds in run.timing.items()})
                     line.show(_progress(record, config.steps, (time.monotonic() - began) / (run.step - at)))
                 stop = run.ranks.any(bool(interrupted), run.port.device)
                 last = stop or run.step == config.steps
