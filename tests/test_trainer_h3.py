@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from loudfail.harness import registry
+from loudfail.harness.port import Conditions
 from loudfail.harness.ports.h3 import H3
 from loudfail.trainer import checkpoint, loop, train
 from loudfail.trainer.config import Config, parse, read_recipe
@@ -77,3 +84,86 @@ def test_bfloat16_adapters_learn_in_float32_and_resume_bit_for_bit(tmp_path: Pat
     stored = [name for name in two if name.startswith("adapter/default/") and "lora_A" in name]
     assert sum(int((one[name] != two[name]).sum()) for name in stored) < 0.02 * sum(two[name].numel() for name in stored)
     assert len(masters) == len(stored) > 0
+
+
+# -- first frame given (FL2VA) -------------------------------------------------------------------------------------------------------------------
+
+
+def first_frame(port: H3) -> loop.Run:
+    config = read_recipe("h3_tiny", ["threads=0", "algorithm.prompts=2", "algorithm.samples=2", "rollout.calls=4", 'data.given=["first"]'])
+    return train.set_up(config, port, warn=lambda _: None)
+
+
+def two_steps(run: loop.Run) -> None:
+    for _ in range(2):
+        loop.train_step(run)
+
+
+def test_a_run_with_a_given_first_frame_trains_and_no_monitor_fires(port: H3) -> None:
+    run = first_frame(port)
+    two_steps(run)
+    counts = {name: run.watch.counts[f"given_rows_{name}"] for name in ("clean", "told", "out_of_loss")}
+    assert {name: (count["ran"], count["fired"], count["vacuous"]) for name, count in counts.items()} == dict.fromkeys(counts, (2, 0, 0))
+    assert 0 < counts["clean"]["worst"] < 0.5, "given rows are held at upstream's small level, well inside the bound"
+    assert any(float(value.abs().max()) > 0 for name, value in port.adapter_state("default").items() if "lora_B" in name)
+
+
+def test_without_given_frames_their_monitor_says_so(port: H3) -> None:
+    run = train.set_up(short(), port)
+    loop.train_step(run)
+    assert run.watch.counts["given_rows_clean"]["vacuous"] == 1 and run.watch.counts["given_rows_clean"]["ran"] == 0
+
+
+def with_given(condition: Conditions, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditions:
+    """The same with other given frames, as latents and as the rows that are packed."""
+    given = {name: change(x) for name, x in condition.given.items()}
+    return replace(condition, given=given, extra=condition.extra | {"given_rows": change(condition.extra["given_rows"])})
+
+
+def in_training(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Callable[[loop.Run, pytest.MonkeyPatch], None]:
+    """Training sees other given frames than the rollout did."""
+
+    def inject(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
+        pieces = loop.draw_pieces
+
+        def wrong(run: loop.Run, *arguments: Any) -> Iterator[loop.Piece]:
+            for piece in pieces(run, *arguments):
+                sigma = float(piece.sigmas["video"][0])
+                piece.conditions = [with_given(condition, partial(change, sigma=sigma)) for condition in piece.conditions]
+                yield piece
+
+        patch.setattr(loop, "draw_pieces", wrong)
+
+    return inject
+
+
+def noised_in_the_rollout(run: loop.Run, patch: pytest.MonkeyPatch) -> None:
+    rollout = run.rollout.rollout
+
+    def wrong(noise: Any, calls: int, conditions: Any) -> Any:
+        return rollout(noise, calls, [with_given(condition, lambda x: x + 0.5 * torch.randn(x.shape)) for condition in conditions])
+
+    patch.setattr(run.rollout, "rollout", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "monitor"),
+    [
+        (in_training(lambda x, sigma: (1 - sigma) * x + sigma * torch.randn(x.shape)), "given_rows_clean"),
+        (in_training(lambda x, sigma: x * 0), "given_rows_clean"),
+        (noised_in_the_rollout, "velocity_replay"),
+        ("conditions::given_rows_are_told_the_level_of_generated_rows", "given_rows_told"),
+        ("conditions::the_loss_includes_given_rows", "given_rows_out_of_loss"),
+    ],
+    ids=("noised in training", "black in training", "noised in the rollout", "told the generated level", "in the loss"),
+)
+def test_given_frames_that_are_mistreated_are_seen_within_two_steps(port: H3, monkeypatch: pytest.MonkeyPatch, fault: Any, monitor: str) -> None:
+    run = first_frame(port)
+    run.watch.policy = "warn"
+    with ExitStack() as stack:
+        if isinstance(fault, str):
+            stack.enter_context(next(one for one in registry.faults() if one.id == fault).inject(port))
+        else:
+            fault(run, monkeypatch)
+        two_steps(run)
+    assert run.watch.counts[monitor]["fired"] >= 1

@@ -94,7 +94,7 @@ class Update:
         parts: means of the loss and its parts.
         gradient_norm: of the last epoch, before clipping.
         prediction_gradients: modality → norm of the loss's gradient in the predicted velocity.
-        calls: what the first model call really got; and ``first_x0``, its clean latents.
+        calls: what the first model call really got; and ``first_x0``, its clean latents, and ``first_conditions``, as the rollout had them.
         told: the sigmas that each training call was told.
         pieces: the model calls of the last epoch.
     """
@@ -104,6 +104,7 @@ class Update:
     prediction_gradients: dict[str, float]
     calls: list[monitor.Call]
     first_x0: Latents
+    first_conditions: list[Conditions]
     told: list[Latents]
     pieces: list[Piece]
 
@@ -145,6 +146,7 @@ def train_step(run: Run) -> dict[str, Any]:
             run,
             monitor.every_modality_trains(update.prediction_gradients, modality_weights(run), probability),
             monitor.training_noise(update.calls[0], update.first_x0),
+            *(monitor.given_rows(port, update.calls[0], update.first_conditions) if thorough else ()),
             monitor.training_grid(update.told, run.rollout.grid(run.config.rollout.calls, case_of(run.config, run.port))),
         )
 
@@ -212,7 +214,7 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
     settings = nft.Settings(algorithm.beta, algorithm.clip, algorithm.weighting, algorithm.reference, weights)
     parameters = list(run.parameters.values())
     trained = len(batch.groups) * algorithm.sigmas  # samples times noise levels
-    update = Update({}, 0.0, {}, [], {}, [], [])
+    update = Update({}, 0.0, {}, [], {}, [], [], [])
     # Sums stay on the device until the end: reading one would wait for all that was asked of it.
     sums: dict[str, torch.Tensor] = {}
     squares: dict[str, torch.Tensor] = {}
@@ -244,6 +246,7 @@ def improve(run: Run, batch: Batch, trajectory: Trajectory, x0: Latents, probabi
                 squares[m] = squares.get(m, 0.0) + (torch.zeros_like(r.double()).sum() if v.grad is None else v.grad.double().square().sum())
             if not update.calls:
                 update.calls, update.first_x0 = calls, piece.clean
+                update.first_conditions = [batch.conditions[row] for row in piece.rows]
             update.told.append(calls[0].sigmas)
             update.pieces.append(piece)
         adapters.take_gradients(run.parameters, port.trainable())

@@ -367,6 +367,7 @@ class Call:
 
     latents: dict[str, torch.Tensor]
     sigmas: dict[str, torch.Tensor]
+    conditions: list[Conditions] = field(default_factory=list)
 
 
 @contextmanager
@@ -377,7 +378,7 @@ def first_training_call(port: Port) -> Iterator[list[Call]]:
 
     def spy(latents: Latents, sigmas: Latents, conditions: Sequence[Conditions]) -> dict[str, torch.Tensor]:
         if torch.is_grad_enabled() and not calls:
-            calls.append(Call({m: x.detach() for m, x in latents.items()}, {m: s.detach() for m, s in sigmas.items()}))
+            calls.append(Call({m: x.detach() for m, x in latents.items()}, {m: s.detach() for m, s in sigmas.items()}, list(conditions)))
         return original(latents, sigmas, conditions)
 
     had = vars(port).get("predict_velocity")
@@ -408,6 +409,55 @@ def training_noise(call: Call, x0: Latents) -> Reading:
         # In units of the standard deviation that the mean square of this many normal draws has.
         worst = max(worst, (abs(float(noise.square().mean()) - 1) / math.sqrt(2 / noise.numel()), f"{m}, told sigma {float(sigma.flatten()[0]):.3f}"))
     return Reading("training_noise", worst[0], 8.0, worst[1])
+
+
+def given_rows(port: Port, call: Call, conditions: Sequence[Conditions]) -> list[Reading]:
+    """Given frames are fixed, unnoised and out of the loss. In the first sample of a training call, the given rows that enter the model hold the
+    clean latents that were sampled with, are told no more than the level at which upstream holds them, and get no gradient, as generated rows do.
+
+    One more forward and backward pass of one sample; gradients that were there stay. What the rollout does with given frames, `velocity_replay` sees.
+
+    Args:
+        port: with the trained adapter active.
+        call: what the model got.
+        conditions: of the same samples, as the rollout had them.
+    """
+    names = ("given_rows_clean", "given_rows_told", "given_rows_out_of_loss")
+    missing = [seam for seam in ("condition", "packing") if not offers(port, seam)]
+    if missing or not conditions[0].given:
+        why = f"the port offers no {missing[0]}" if missing else "nothing is given"
+        return [Reading(name, 0.0, 0.0, vacuous=why) for name in names]
+    parameters = list(port.trainable().values())
+    before = [parameter.grad for parameter in parameters]
+    latents = {m: x[:1] for m, x in call.latents.items()}
+    try:
+        with torch.enable_grad():
+            velocity, (table,) = port.observe(latents, {m: s[:1] for m, s in call.sigmas.items()}, call.conditions[:1])
+            torch.stack([v.float().square().sum() for v in velocity.values()]).sum().backward()
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    found = [m for m in table.values if bool(table.given_of(m).any())]
+    where = ", ".join(conditions[0].given)
+    if len(found) != 1:
+        return [Reading(name, math.inf, 0.0, f"given rows in {', '.join(found) or 'no modality'}, {where}") for name in names]
+    (m,) = found
+    given = table.given_of(m)
+    frames = [port.pack({**latents, m: frame[None].to(latents[m])})[m][0] for frame in conditions[0].given.values()]
+    want, rows = torch.cat(frames).double().cpu(), table.values[m][given].double().cpu()
+    bound = max(15 * 2**0.5 * port.given_sigma, port.bound(float32=1e-5, bfloat16=3e-2))
+    wrong, size = 0, {}
+    for name in port.modalities:
+        output = table.output[name]
+        grad = output.grad if output.grad is not None else torch.zeros_like(output)
+        grad = grad[int(table.output.get("sample", torch.tensor(0)))] if output.ndim == 3 else grad
+        size[name] = grad.abs().sum(dim=-1).cpu()
+        wrong += int((size[name][table.given_of(name)] != 0).sum()) + int((size[name][~table.given_of(name)] == 0).sum())
+    return [
+        Reading(names[0], relative_error(rows, want) if rows.shape == want.shape else math.inf, bound, f"{m}, {where}"),
+        Reading(names[1], float((table.sigma_of(m)[given].double() - port.given_sigma).clamp(min=0).max()), 6e-7, f"{m}, {where}"),
+        Reading(names[2], float(wrong), 0.0, "given rows in the loss, or generated rows outside it"),
+    ]
 
 
 def training_grid(told: Sequence[Latents], grid: Latents) -> Reading:
