@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +79,17 @@ def one_thread(name: str) -> Iterator[object]:
     yield port
     port.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """A headless browser's path."""
+    found = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+    if found is None and os.environ.get("CI"):
+        pytest.fail("no Chromium found; install it (Debian: apt-get install chromium)")
+    if found is None:
+        pytest.skip("no Chromium found, so the page was not rendered; install it (Debian: apt-get install chromium)")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_report import drive, measure
 from toyactor import ToyActor
 
 from loudfail.harness.media_files import read_mp4
@@ -56,10 +57,38 @@ def test_tensorboard_has_every_step_once(finished: Path) -> None:
     seen = events.EventAccumulator(str(finished / "tensorboard")).Reload()
     tags = set(seen.Tags()["scalars"])
     assert tags >= {"reward/logged", "reward/true", "score/synthetic_text_audio", "prediction_gradient/audio", "monitors/velocity_replay"}
+    assert tags >= {"monitors_of_bound/velocity_replay", "seconds_of/rollout", "seconds_of/update", "seconds"}
     history = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     logged = [(event.step, event.value) for event in seen.Scalars("reward/logged")]
     assert logged == [(record["step"] + 1, pytest.approx(record["logged_reward"], rel=1e-6)) for record in history]
     assert [event.step for event in seen.Scalars("validation/total")] == [0, 2]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (400, False)])
+def test_the_page_can_be_read_on_any_screen(browser: str, finished: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    seen = measure(browser, tmp_path, (finished / "report.html").read_text(), width, dark=dark)
+    assert seen["width"] <= width and seen["unreachable"] == 0 and seen["scripts"] == 0
+    assert seen["texts"] > 60 and seen["low"] == [], "text against its background, at least 4.5 to 1"
+    assert seen["headline"] == "mine is done" and seen["images"] == 4
+
+
+def test_the_page_shows_the_pictures_beside_it(browser: str, finished: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    shutil.copytree(finished, tmp_path / "with")
+    shutil.copytree(finished, tmp_path / "without", ignore=shutil.ignore_patterns("*.png"))
+    colours = {}
+    for name in ("with", "without"):
+        drive(browser, tmp_path, tmp_path / name / "report.html", f"--screenshot={tmp_path / name}.png", size="1280,4500")
+        colours[name] = len(Image.open(tmp_path / f"{name}.png").convert("RGB").getcolors(1 << 24) or [])
+    assert colours["with"] > 3 * colours["without"] > 0
+
+
+def test_a_reading_beyond_its_bound_is_drawn_above_the_line() -> None:
+    """SVG's y grows downwards."""
+    (curve,) = (drawn := run_page.plot("replay", {"share": [(1, 0.01), (2, 5.0), (3, math.inf), (4, 0.0), (5, math.nan)]}, of_bound=True))["curves"]
+    inside, above, infinite, nothing, unknown = [y for _, y in curve["points"]]
+    assert infinite == unknown < above < drawn["limit"] < inside < nothing
 
 
 def toy(steps: int, **sections: Any) -> Config:
@@ -117,6 +146,10 @@ def test_the_page_of_a_killed_run_says_that_it_did_not_end(finished: Path, tmp_p
         file.write('{"step": 2, "logged_re')
     text = run_page.write(killed).read_text()
     assert "killed <em>has not ended" in text and "steps <b>2</b> of <b>2</b>" in text
+    own, known = run_page.monitors_of(run_page.read(killed)), json.loads((finished / "summary.json").read_text())["monitors"]
+    assert {one["name"]: (one["ran"], one["fired"], one["worst"]) for one in own} == {
+        name: (count["ran"], count["fired"], count["worst"]) for name, count in known.items() if count["ran"]
+    }
     record = run_page.read(finished)
     assert "UNGATED" in run_page.page(record | {"gated": "ungated"}) and "UNGATED" not in run_page.page(record)
 

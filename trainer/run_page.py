@@ -78,7 +78,7 @@ def page(run: Mapping[str, Any]) -> str:
         hacking=run.get("reward_hacking") or find_alarms(history, means),
         really=[means[0]["total"], means[-1]["total"]] if means else None,
         logged=[history[0]["logged_reward"], history[-1]["logged_reward"]] if history else None,
-        monitors=(monitors := _monitors(run)),
+        monitors=(monitors := monitors_of(run)),
         fired=[row["name"] for row in monitors if row["fired"]],
         rewards=_rewards(history, validations),
         sub_scores=_sub_scores(history, validations),
@@ -117,7 +117,7 @@ def _gradients(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [plot(name.replace("prediction_gradient/", "of predictions, "), {name: _series(history, name)}, log=True) for name in names if history]
 
 
-def _monitors(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def monitors_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the summary counted; without one, what the steps say, which do not have the readings that could say nothing."""
     shares = {name: _shares(run["history"], name) for name in dict.fromkeys(name for record in run["history"] for name in record["shares"])}
     counts = run["monitors"] or {
@@ -152,7 +152,9 @@ def plot(title: str, series: Mapping[str, Points], *, log: bool = False, of_boun
     """
     ends = {name: points[-1][1] if points else None for name, points in series.items()}
     if of_bound:
-        series = {name: [(x, min(max(y, 10.0**LOWEST), 10.0**HIGHEST)) for x, y in points] for name, points in series.items()}
+        series = {
+            name: [(x, min(max(y, 10.0**LOWEST), 10.0**HIGHEST) if y == y else 10.0**HIGHEST) for x, y in points] for name, points in series.items()
+        }
     log = of_bound or (log and any(y > 0 for points in series.values() for _, y in points))  # nothing but zeros is a line at zero
     usable = {
         name: [(x, math.log10(y) if log else y) for x, y in points if math.isfinite(y) and (y > 0 or not log)] for name, points in series.items()
