@@ -180,6 +180,12 @@ def test_tensorboard_that_is_missing_is_said_or_refused(tmp_path: Path, monkeypa
         Board(tmp_path, "on", 0, said.append)
 
 
+def test_the_line_of_progress_has_bar_time_left_and_every_sub_score() -> None:
+    record = {"step": 29, "logged_reward": 0.5, "true_reward": 0.4, "score/total": 0.5, "score/audio": 0.7, "score/video": 0.3}
+    assert train.progress(record, 40, 2.5) == "███████░░░ step 30/40 · 0:25 left · reward 0.500 true 0.400 · audio 0.700 video 0.300"
+    assert train.progress(record | {"step": 0}, 300, 61).startswith("░░░░░░░░░░ step 1/300 · 5:03:59 left")
+
+
 def history(steps: int, **slopes: float) -> list[dict[str, Any]]:
     """Records of steps whose scores move by so much a step, with a little that is not a trend."""
     return [{f"score/{name}": 0.5 + slope * step + 0.01 * math.sin(7 * step) for name, slope in slopes.items()} for step in range(steps)]

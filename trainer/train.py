@@ -187,7 +187,7 @@ def train(
                     with metrics.open("a") as file:
                         file.write(json.dumps(plain(record), allow_nan=False) + "\n")
                     board.step(record, {part: seconds - spent.get(part, 0.0) for part, seconds in run.timing.items()})
-                    line.show(_progress(record, config.steps, (time.monotonic() - began) / (run.step - at)))
+                    line.show(progress(record, config.steps, (time.monotonic() - began) / (run.step - at)))
                 stop = run.ranks.any(bool(interrupted), run.port.device)
                 last = stop or run.step == config.steps
                 if (last or (config.validation.every and run.step % config.validation.every == 0)) and not stop:
@@ -517,12 +517,16 @@ def _checkpoint_advice(out: Path) -> str:
     return f"the last checkpoint, {there[-1]}, is whole: go on with --resume" if there else "no checkpoint was written yet: start again"
 
 
-def _progress(record: dict[str, Any], steps: int, seconds: float) -> str:
-    left = int(seconds * (steps - record["step"] - 1))
+def progress(record: dict[str, Any], steps: int, seconds: float) -> str:
+    """A line that says how far the run is: bar, time left at so many seconds a step, reward, every sub-score."""
+    done = record["step"] + 1
+    minutes, left = divmod(int(seconds * (steps - done)), 60)
+    eta = f"{minutes // 60}:{minutes % 60:02d}:{left:02d}" if minutes >= 60 else f"{minutes}:{left:02d}"
+    bar = "█" * (10 * done // steps) + "░" * (10 - 10 * done // steps)
     names = [name for name in record if name.startswith("score/") and name != "score/total"]
     scores = " ".join(f"{name.removeprefix('score/')} {record[name]:.3f}" for name in names)
     reward = f"reward {record['logged_reward']:.3f} true {record['true_reward']:.3f}"
-    return f"step {record['step'] + 1}/{steps} · {left // 60}:{left % 60:02d} left · {reward} · {scores}"
+    return f"{bar} step {done}/{steps} · {eta} left · {reward} · {scores}"
 
 
 def _show(write: Any, summary: dict[str, Any], out: Path) -> None:
