@@ -1,16 +1,7 @@
 """Monitors: cheap checks inside a training run, at every hand-over. A library: no function here knows this trainer's loop.
 
 A run with a fault looks healthy: the loss is finite and the reward may rise. Each function measures one thing that a fault cannot fake and returns a
-`Reading`; `Watch` collects them and stops the run, or warns. For another trainer::
-
-    watch = Watch("stop")
-    step = trajectory.steps[k]                        # recorded by the rollout
-    watch.judge(
-        velocity_replay(port, "old", step, conditions, rows=range(8)),
-        *adapter_arrived(engine, port.adapter_state("old"), port.adapter, version, port.projections()),
-        reward_recomputed(score_again, latents, prompts, logged_scores),
-        group_means(advantages, groups),
-    )                                                 # raises MonitorFired, or prints
+`Reading`; `Watch` collects them and stops the run, or warns. docs/trainer.md shows them in another trainer.
 """
 
 from __future__ import annotations
