@@ -68,6 +68,7 @@ class FusedPort(Port):
         super().__init__(scale=name, weights=weights, device=device, dtype=dtype)
         preload(*PRELOAD)  # let the rollout import while the actor does
         self._engines: dict[int, VllmOmniRollout] = {}
+        self._places: dict[str, dict[str, str]] = {}  # adapter → PEFT's name of a factor → the parameter's
         self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
     def arguments(self) -> dict[str, Any]:
@@ -207,6 +208,7 @@ class FusedPort(Port):
         model = self._actor
         before = {n for n, p in model.named_parameters() if p.requires_grad}
         present = list(getattr(model, "peft_config", {}))
+        self._places.pop(name, None)
         if name in present:
             model.delete_adapters(name)
         with warnings.catch_warnings():
@@ -221,22 +223,28 @@ class FusedPort(Port):
         return list(getattr(self.actor, "peft_config", {}))
 
     def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
-        from peft import get_peft_model_state_dict
+        return {key: value.detach().to("cpu", torch.float32, copy=True) for key, value in self._factors(name).items()}
 
-        if name not in self.adapter_names():
-            raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
-        return {
-            key: value.detach().to("cpu", torch.float32, copy=True) for key, value in get_peft_model_state_dict(self.actor, adapter_name=name).items()
-        }
-
+    @torch.no_grad()
     def load_adapter(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
-        from peft import set_peft_model_state_dict
-
-        here = self.adapter_state(name)
+        here = self._factors(name)
         wrong = sorted(set(here) ^ set(state)) or sorted(key for key in here if here[key].shape != state[key].shape)
         if wrong:
             raise ValueError(f"adapter {name!r}: {len(wrong)} names or shapes do not match, for example {wrong[:3]}")
-        set_peft_model_state_dict(self.actor, {key: value.clone() for key, value in state.items()}, adapter_name=name)
+        for key, parameter in here.items():
+            parameter.copy_(state[key])
+
+    def _factors(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """The parameters of an adapter by the names that PEFT saves them under. PEFT is asked once: it walks all modules for every answer."""
+        if name not in self.adapter_names():
+            raise ValueError(f"no adapter {name!r}; there are {self.adapter_names()}")
+        if name not in self._places:
+            from peft import get_peft_model_state_dict
+
+            where = {value.data_ptr(): place for place, value in self.actor.named_parameters()}
+            saved = get_peft_model_state_dict(self.actor, adapter_name=name)
+            self._places[name] = {key: where[value.data_ptr()] for key, value in saved.items()}
+        return {key: self.actor.get_parameter(place) for key, place in self._places[name].items()}
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
