@@ -94,7 +94,7 @@ def test_resuming_an_earlier_step_replaces_what_came_after(tmp_path: Path) -> No
 def test_a_run_is_not_resumed_under_another_configuration(tmp_path: Path) -> None:
     train.train(small(), tmp_path, port=ToyActor())
     with pytest.raises(train.Refused, match=r"another optimizer\.learning_rate"):
-        train.train(small(optimizer={"learning_rate": 1e-4}), tmp_path, resume="", port=ToyActor())
+        train.train(small(optimizer={"learning_rate": 2e-4}), tmp_path, resume="", port=ToyActor())
     with pytest.raises(train.Refused, match="earlier run"):
         train.train(small(), tmp_path, port=ToyActor())
     with pytest.raises(train.Refused, match="no checkpoint"):

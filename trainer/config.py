@@ -101,7 +101,7 @@ class Algorithm:
 class Optimizer:
     """AdamW; ``clip`` is the largest gradient norm."""
 
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-4
     weight_decay: float = 1e-4
     clip: float = 1.0
 
