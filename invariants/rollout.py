@@ -111,7 +111,8 @@ def recorded_steps_are_what_happened(port: Port, tp: int, case: Case) -> None:
     step of the flow's ODE in float64.
     """
     engine = port.engine(tp)
-    noise = case.normal("noise", port.shapes(case))
+    # Noise that the port's dtype holds exactly: some loops keep their latents in bfloat16, and must start from the noise all the same.
+    noise = {m: value.to(getattr(torch, port.dtype)).float() for m, value in case.normal("noise", port.shapes(case)).items()}
     trajectory, grid = engine.rollout(noise, 4, port.conditions(case)), engine.grid(4, case)
     last = noise
     for call, step in enumerate(trajectory.steps):

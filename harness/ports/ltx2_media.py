@@ -74,7 +74,7 @@ def decode(parts: Mapping[str, Any], pipe: Any, latents: Mapping[str, torch.Tens
     result = []
     for video, audio in zip(latents["video"], latents["audio"], strict=True):
         x = pipe._denormalize_latents(video[None].to(vae.device), vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
-        frames = pipe.video_processor.postprocess_video(vae.decode(x, None, return_dict=False)[0], output_type="np")[0]
+        frames = pipe.video_processor.postprocess_video(vae.decode(x.to(vae.dtype), None, return_dict=False)[0], output_type="np")[0]
         rows = pipe._denormalize_audio_latents(pipe._pack_audio_latents(audio[None].to(vae.device)), audio_vae.latents_mean, audio_vae.latents_std)
         wave = speak(audio_vae.decode(pipe._unpack_audio_latents(rows, audio.shape[1], audio.shape[2]), return_dict=False)[0])[0]
         pixels = (frames * 255).round().astype(np.uint8)
@@ -101,9 +101,9 @@ def encode_frame(vae: Any, pipe: Any, image: Any) -> torch.Tensor:
         image = apply_image_conditioning_crf(image, DEFAULT_IMAGE_CRF)
     except ImportError as error:
         raise Unavailable(f"first frames are compressed before they are encoded: {error}") from error
-    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None, :, None].to(vae.device, vae.dtype) / 127.5 - 1
-    latents = vae.encode(pixels).latent_dist.mode()
-    return pipe._normalize_latents(latents, vae.latents_mean, vae.latents_std)[0].float().cpu()
+    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None, :, None].to(vae.device) / 255 * 2 - 1
+    latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()  # scaling and statistics are in float32, as in the vendor's pipeline
+    return pipe._normalize_latents(latents, vae.latents_mean, vae.latents_std)[0].cpu()
 
 
 def _load(kind: Any, weights: str, name: str) -> Any:

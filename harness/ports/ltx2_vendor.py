@@ -48,6 +48,11 @@ def _recorded(image: bool) -> Any:
         grids: dict[str, torch.Tensor]
         steps: list[VendorStep]
         only_grids = False
+        prepared: Any = None
+
+        def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+            self.prepared = super().prepare_latents(*args, **kwargs)
+            return self.prepared
 
         def convert_velocity_to_x0(self, sample: Any, denoised_output: Any, step_idx: int, scheduler: Any = None) -> Any:
             if len(self.steps) == step_idx:
@@ -124,7 +129,8 @@ def _run(pipe: Any, noise: Mapping[str, torch.Tensor], calls: int, condition: Co
 
 @torch.no_grad()
 def arrivals(pipe: Any, text: str, image: Any = None, size: Mapping[str, int] | None = None) -> Conditions:
-    """What a prompt string, and a first frame uint8 ``(H, W, 3)``, are when they arrive at the encoder, the connectors and the transformer.
+    """What a prompt string, and a first frame uint8 ``(H, W, 3)``, are when they arrive at the encoder, the connectors and the transformer; the
+    frame is read from the latents that the transformer is given, before they are cast.
 
     Args:
         pipe: with all components that conditioning needs, and a transformer that is not run.
@@ -180,6 +186,6 @@ def arrivals(pipe: Any, text: str, image: Any = None, size: Mapping[str, int] | 
         "mask": seen["encoder_attention_mask"][0],
         "encoder_ids": ids,
     }
-    first = seen["hidden_states"][:, : height * width]
-    given = {} if image is None else {"first": pipe._unpack_latents(first, 1, height, width)[0].float()}
+    # Given latents as the pipeline holds them: it casts its latents for each call, and would add what a dtype rounds.
+    given = {} if image is None else {"first": pipe._unpack_latents(pipe.prepared[0][:, : height * width].cpu(), 1, height, width)[0]}
     return Conditions(ids, seen["embeds"][0, real].float(), given, extra)
