@@ -309,8 +309,8 @@ class LTX2(FusedPort):
     def _video_autoencoder(self) -> Any:
         from loudfail.harness.ports import ltx2_media
 
-        vae = ltx2_media.video_autoencoder(self.weights, SCALES[self.scale].get("in_channels", 128))
-        return vae.to(self.device, getattr(torch, self.dtype))  # the vendor's pipeline casts a first frame to the prompt's dtype before it is encoded
+        vae = ltx2_media.video_autoencoder(self.weights, SCALES[self.scale].get("in_channels", 128)).to(self.device)
+        return vae.bfloat16() if self.dtype == "bfloat16" else vae  # the vendor's pipeline casts a first frame to the prompt's dtype
 
     def _audio_autoencoder(self) -> Any:
         from loudfail.harness.ports import ltx2_media
