@@ -215,9 +215,9 @@ class FusedPort(Port):
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are what we want
             model.add_adapter(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets)), adapter_name=name)
         if before and present:
+            model.set_adapter("default")
             for parameter_name, parameter in model.named_parameters():
                 parameter.requires_grad_(parameter_name in before)
-            self._select("default", keep_flags=True)
 
     def adapter_names(self) -> list[str]:
         return list(getattr(self.actor, "peft_config", {}))
@@ -249,27 +249,26 @@ class FusedPort(Port):
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
         actor = self.actor
-        flags = {n: p.requires_grad for n, p in actor.named_parameters()}
         active = actor.active_adapters()
-        if name is None:
-            actor.disable_adapters()
-        else:
-            self._select(name, keep_flags=True)
+        if active == [name]:
+            yield
+            return
+        # PEFT also decides what trains when it selects; the base model's flags it leaves alone.
+        flags = [(factor, factor.requires_grad) for adapter in self.adapter_names() for factor in self._factors(adapter).values()]
         try:
+            if name is None:
+                actor.disable_adapters()
+            else:
+                actor.set_adapter(name)
+                for factor, trains in flags:
+                    factor.requires_grad_(trains)
             yield
         finally:
             if name is None:
                 actor.enable_adapters()
             actor.set_adapter(active)
-            for n, p in actor.named_parameters():
-                p.requires_grad_(flags[n])
-
-    def _select(self, name: str, *, keep_flags: bool) -> None:
-        flags = {n: p.requires_grad for n, p in self._actor.named_parameters()}
-        self._actor.set_adapter(name)
-        if keep_flags:
-            for n, p in self._actor.named_parameters():
-                p.requires_grad_(flags[n])
+            for factor, trains in flags:
+                factor.requires_grad_(trains)
 
     def select_trainable(self, name: str) -> None:
         self._actor.set_adapter(name)
