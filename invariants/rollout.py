@@ -8,6 +8,7 @@ from loudfail.harness.case import Case, cases, largest, mixed_conditions, smalle
 from loudfail.harness.compare import chart, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import Port, random_adapter
 from loudfail.harness.registry import BOTH, invariant
+from loudfail.invariants.schedule import rounding_of_kept
 from loudfail.invariants.sync import hand_over
 
 #: Bounds on clean ports. Measured: base 4e-7 (float32), 1e-2 (bfloat16); adapter effect 2e-6, 3e-2; final latents 1e-6, 2e-2.
@@ -123,7 +124,8 @@ def recorded_steps_are_what_happened(port: Port, tp: int, case: Case) -> None:
             change = float(grid[modality][call + 1] - grid[modality][call])
             want = step.latents[modality].double() + change * step.velocity[modality].double()
             moved = float((abs(change) * step.velocity[modality]).norm())
-            require_close(step.after[modality].double(), want, scale=moved, bound=port.bound(float32=2e-5, bfloat16=2e-2), where=f"{where}, step")
+            bound = max(port.bound(float32=2e-5, bfloat16=2e-2), rounding_of_kept(port, step.after[modality], moved))
+            require_close(step.after[modality].double(), want, scale=moved, bound=bound, where=f"{where}, step")
         last = step.after
 
 

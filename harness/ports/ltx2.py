@@ -154,7 +154,7 @@ class LTX2(FusedPort):
         )
         moved = {name: value.to(self.device) for name, value in tensors.items()}
         for name in ("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states"):
-            moved[name] = moved[name].to(getattr(torch, self.dtype))
+            moved[name] = moved[name].to(getattr(torch, self.dtype)).contiguous()
         return moved | size | {"audio_num_frames": rows["audio"].shape[1]}
 
     # -- packing -----------------------------------------------------------------------------------------------------------------------------
