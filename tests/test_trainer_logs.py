@@ -199,6 +199,17 @@ def test_the_alarm_says_what_pays_for_a_rising_total() -> None:
     assert find_alarms(history(11, total=0.01, audio=-0.02), []) == {"alarms": [], "steps": 11, "validations": 0}
 
 
+def test_what_is_no_number_is_left_out_of_alarm_and_page(finished: Path, tmp_path: Path) -> None:
+    records = [one | {"score/lost": "nan" if step == 3 else 1.0} for step, one in enumerate(history(20, total=0.01, audio=-0.02))]
+    assert [alarm.split()[6] for alarm in find_alarms(records, [])["alarms"]] == ["audio"]
+    shutil.copytree(finished, tmp_path / "odd")
+    file = tmp_path / "odd" / "validation" / "step-000002" / "scores.json"
+    written = json.loads(file.read_text())
+    written["means"]["monitor/audio_loudness"] = "nan"
+    file.write_text(json.dumps(written))
+    assert "audio_loudness" in run_page.write(tmp_path / "odd").read_text()
+
+
 def test_the_alarm_hears_what_no_scorer_measures() -> None:
     """Samples fall silent while the total rises: a media monitor of the validations says so."""
     means = [{"total": 0.5 + 0.02 * step, "audio": 0.5 + 0.02 * step, "monitor/audio_silence": 0.04 * step} for step in range(14)]

@@ -6,6 +6,7 @@ prompt, sub-scores and media monitors, and ``scores.json`` with the means.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -160,6 +161,6 @@ def find_alarms(history: Sequence[Mapping[str, Any]], validation: Sequence[Mappi
     found: list[tuple[str, Alarm]] = []
     for where, records in (("training", training), ("validation", watched)):
         if len(records) >= 12:
-            names = [name for name in records[0] if all(name in record for record in records)]
+            names = [name for name in records[0] if all(math.isfinite(float(record.get(name, math.nan))) for record in records)]
             found += [(where, alarm) for alarm in find_reward_hacking({name: [record[name] for record in records] for name in names})]
     return {"alarms": [f"{where}: {alarm}" for where, alarm in found], "steps": len(history), "validations": len(validation)}

@@ -53,6 +53,7 @@ def read(out: Path) -> dict[str, Any]:
     validations = []
     for file in sorted(out.glob(f"validation/step-*/{SCORES}")):
         record = json.loads(file.read_text(encoding="utf-8"))
+        record["means"] = {name: float(value) for name, value in record["means"].items()}  # one that is no number is written as text
         samples = [
             json.loads(one.read_text(encoding="utf-8"))
             | {"picture": f"{file.parent.relative_to(out)}/{one.stem}.png", "film": f"{file.parent.relative_to(out)}/{one.stem}.mp4"}
