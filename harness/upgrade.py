@@ -119,6 +119,8 @@ def run(parsed: argparse.Namespace) -> int:
             row["as_expected"] = bool(request.expect) and row["verdict"] == request.expect
             _write(record, parsed.out)  # after each row, so that an interrupted matrix leaves what it has
             line.print(_line(row))
+            if row["verdict"] == "conflict" and " requires " in row["first"] and not request.override:
+                line.print("    --override installs it regardless of such a pin, and the report says so")
     except upgrade_run.SourcesChanged as error:
         raise UsageProblem(str(error)) from None
     finally:

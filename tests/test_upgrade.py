@@ -217,6 +217,7 @@ def test_a_conflict_runs_nothing_and_is_a_failure(drift: Mapping[str, Any]) -> N
     row = json.loads((folder / "conflict" / "upgrade.json").read_text())["rows"][0]
     assert row["verdict"] == "conflict" and any("toystack 3.0 requires pytest<1" in reason for reason in row["conflict"])
     assert row["drift"] is None
+    assert "--override installs it" in done.stdout
 
 
 # ------------------------------------------------------------------------------------------------------------------------- judging records
