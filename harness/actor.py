@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from loudfail.harness.case import Case
-from loudfail.harness.engines.vllm_omni import PRELOAD, FusedModel, VllmOmniRollout, collectives
+from loudfail.harness.engines.vllm_omni import PLAIN, PRELOAD, FusedModel, VllmOmniRollout, collectives
 from loudfail.harness.port import AdapterConfig, Conditions, Port, Reward, RowTable, Step, Trajectory, Update, find_reward, find_trainer
 from loudfail.harness.violation import Unavailable
 from loudfail.harness.world import Rank, World, preload
@@ -294,7 +294,7 @@ class FusedPort(Port):
                 self.close()
                 threads = max(1, (os.cpu_count() or 1) // degree)
             engine = VllmOmniRollout(
-                self.fused(config), degree, dtype=self.dtype, device=self.device, threads=threads, attention=self.attention or "TORCH_SDPA"
+                self.fused(config), degree, dtype=self.dtype, device=self.device, threads=threads, attention=self.attention or PLAIN
             )
             engine.load_base(self.base_state())
             self._engines[degree] = engine

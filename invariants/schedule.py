@@ -114,13 +114,22 @@ def the_rollout_steps_along_the_grid(port: Port, tp: int, case: Case, calls: int
         for index, step in enumerate(trajectory.steps):
             moved = step.latents[modality] - step.after[modality]
             want = (levels[index] - levels[index + 1]) * step.velocity[modality]
-            bound = 1e-5 + rounding_of_kept(port, step.after[modality], float(moved.norm()))  # measured 8e-7: the difference of two latents
+            bound = 1e-5 + rounding_of_kept(port, step.after[modality], float(want.norm()))  # measured 8e-7: the difference of two latents
             require_close(moved, want, bound=bound, where=f"tp {tp}, {modality}, call {index} of {calls}")
 
 
 def rounding_of_kept(port: Port, after: torch.Tensor, moved: float) -> float:
-    """What rounding latents to bfloat16 after a step adds to the error of the step, relative to what it moved: half a unit in the last place, with
-    eight bits, of every element. 0 where the loop keeps them in float32, or the port is one."""
+    """What rounding latents to bfloat16 after a step adds to the error of the step: half a unit in the last place, with eight bits, of every element,
+    relative to what the step had to move. Not to what it did move: a loop that hardly moves must not widen its own bound.
+
+    Args:
+        port: what is judged.
+        after: latents after the step.
+        moved: norm of the movement that is due.
+
+    Returns:
+        0 where the loop keeps its latents in float32, or the port is in float32.
+    """
     kept = port.dtype == "bfloat16" and torch.equal(after, after.bfloat16().float())
     return 2**-8 * float(after.norm()) / moved if kept else 0.0
 

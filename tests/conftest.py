@@ -88,6 +88,7 @@ def browser() -> str:
     if found is None and os.environ.get("CI"):
         pytest.fail("no Chromium found; install it (Debian: apt-get install chromium)")
     if found is None:
+        # On a developer's machine only: in CI its absence is the failure above.
         pytest.skip("no Chromium found, so the page was not rendered; install it (Debian: apt-get install chromium)")
     return found
 

@@ -18,6 +18,7 @@ def call(folder: Path, path: str, command: str = "gpu", *arguments: str) -> subp
     )
 
 
+# With a GPU the script would do its work, minutes of it, instead of refusing.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_names_the_cause_and_runs_nothing(tmp_path: Path) -> None:
     done = call(tmp_path, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -32,6 +33,7 @@ def test_without_loudfail_it_says_how_to_install_it(tmp_path: Path) -> None:
     assert "pip install 'loudfail[gpu]'" in done.stderr
 
 
+# As above, with several.
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has several GPUs")
 def test_without_several_gpus_nothing_is_run_on_them(tmp_path: Path) -> None:
     done = call(tmp_path, os.environ["PATH"], "multigpu")

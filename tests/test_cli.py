@@ -167,6 +167,7 @@ def test_a_port_that_fails_to_import_says_why(loudfail: Loudfail, tmp_path: Path
     assert ran.code == 4 and "cannot import half_written: SyntaxError" in ran.err
 
 
+# Permissions stop everybody but root, so as root there is nothing to refuse.
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes read-only folders too")
 def test_a_read_only_folder_is_found_before_the_run(loudfail: Loudfail, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PRELOAD = ("loudfail.harness.engines.vllm_omni_imports",)
 
 
+#: vLLM-Omni's plainest attention backend, which every machine has.
+PLAIN = "TORCH_SDPA"
 #: Bytes of base weights up to which they go through the pipes.
 _PIPE_LIMIT = 2**28
 
@@ -106,7 +108,7 @@ class VllmOmniRollout:
         dtype: str = "float32",
         device: str = "cpu",
         threads: int = 1,
-        attention: str = "TORCH_SDPA",
+        attention: str = PLAIN,
         timeout: float | None = None,
     ) -> None:
         require_installed()
@@ -118,7 +120,7 @@ class VllmOmniRollout:
 
     def rebuild(self) -> None:
         """Build the model afresh in every rank, without weights and adapter: after a patch of upstream classes."""
-        found = self.world.call(build, self.model, self.dtype)[0]
+        found = self.world.call(build, self.model, self.dtype, self.attention != PLAIN)[0]
         if isinstance(found, str):
             self.close()
             raise Unavailable(found)
@@ -345,8 +347,12 @@ def diffusion_config(dtype: torch.dtype, architecture: Mapping[str, Any]) -> Ite
         yield config
 
 
-def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str] | str:
-    """Build the model without weights; the names of the attention backends in it, or why it cannot run here."""
+def build(rank: Rank, spec: FusedModel, dtype: str, chosen: bool) -> set[str] | str:
+    """Build the model without weights; the names of the attention backends in it, or why this machine cannot run it.
+
+    Args:
+        chosen: the backend was asked for, so its kernel may be missing. Whatever else goes wrong is raised, and the plain one is never excused.
+    """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.platforms import current_platform
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
@@ -363,10 +369,10 @@ def build(rank: Rank, spec: FusedModel, dtype: str) -> set[str] | str:
         manager=DiffusionLoRAManager(pipeline, torch.device(rank.device), torch_dtype, max_cached_adapters=2),
     )
     layers: list[Any] = [module for module in model.modules() if getattr(module, "attn_backend", None) is not None]
-    for layer in layers[:1]:
+    for layer in layers[:1] if chosen else ():
         try:
             _try_attention(layer, torch_dtype, rank.device)
-        except Exception as error:
+        except (ImportError, AttributeError, NotImplementedError) as error:
             return f"attention backend {layer.attn_backend.get_name()} does not run on this machine: {type(error).__name__}: {error}"
     return {layer.attn_backend.get_name() for layer in layers}
 
