@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import importlib
 import json
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from loudfail.harness import environment
 from loudfail.harness import options as opts
 from loudfail.harness.upgrade import add_arguments as add_upgrade_arguments
 
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     gate.add_argument("port", metavar="PORT", help=PORT_HELP)
     opts.add_options(gate, opts.PORT_OPTIONS, opts.RUN_OPTIONS)
     gate.add_argument("-k", metavar="EXPRESSION", help="run only checks whose id matches, as pytest's -k; the certificate is then not complete")
-    gate.add_argument("-n", metavar="N", help="spread over N processes (pytest-xdist)")
+    gate.add_argument("-n", metavar="N", type=int, help="spread over N processes, 0 for this one alone (default: up to 4, by processors)")
     gate.set_defaults(act=_gate)
 
     faults = verbs.add_parser(
@@ -58,9 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     listing.add_argument("--json", action="store_true", help="for machines")
     listing.set_defaults(act=_list)
 
-    environment = verbs.add_parser("env", help="versions and devices of this environment")
-    environment.add_argument("--json", action="store_true", help="for machines")
-    environment.set_defaults(act=_env)
+    env = verbs.add_parser("env", help="versions and devices of this environment")
+    env.add_argument("--json", action="store_true", help="for machines")
+    env.set_defaults(act=_env)
 
     require = verbs.add_parser(
         "require",
@@ -131,14 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own. Once Triton is loaded, the process ends without the interpreter's teardown, at which Triton's binding library
-    writes some sixty lines about objects that are still alive, below the verdict."""
+    """`main` as a process of its own."""
     code = main()
-    if "triton" in sys.modules:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    environment.skip_teardown(code)
     sys.exit(code)
 
 
@@ -193,11 +188,27 @@ def _gate(parsed: argparse.Namespace) -> int:
         for one in value if isinstance(value, list) else [value] if value is not None else []:
             arguments.append(f"{flag}={one}")
     arguments += [f"-k={parsed.k}"] if parsed.k else []
-    arguments += [f"-n={parsed.n}"] if parsed.n else []
+    processes = parsed.n if parsed.n is not None else 0 if parsed.k else _processes(chosen)
+    arguments += [f"-n={processes}"] if processes else []
     code = int(pytest.main(arguments, plugins=[GateTerminal()]))
-    if code == NOTHING and parsed.k:
-        print(f"loudfail: no check's id matches {parsed.k!r}; see `loudfail list`", file=sys.stderr)
+    if code == NOTHING:
+        why = f"no check's id matches {parsed.k!r}" if parsed.k else "no check ran"
+        print(f"loudfail: {why}; see `loudfail list`", file=sys.stderr)
     return code
+
+
+def _processes(chosen: opts.Options) -> int:
+    """Over how many processes to spread a whole gate: one for the actor's checks, and one for the rollout at each degree, as far as there are
+    processors. A port without an engine has too little to do for that, and of a large model there is room for one."""
+    from loudfail.harness import registry
+    from loudfail.harness.port import offers
+
+    try:
+        worth = chosen.scale == "tiny" and offers(registry.find_port(chosen.port), "engine")
+    except (registry.UnknownId, ImportError):
+        return 0  # reported where the port is needed
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(processors, 1 + len(chosen.degrees), 4) if worth and processors > 1 else 0
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------------------------------
@@ -274,8 +285,6 @@ def _full(record: dict[str, Any], known: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _env(parsed: argparse.Namespace) -> int:
-    from loudfail.harness import environment
-
     record = environment.describe()
     if parsed.json:
         print(json.dumps({"schema": "loudfail.env/1"} | record, indent=1))

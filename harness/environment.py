@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
 import platform
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -132,8 +135,21 @@ def _resident(process: Any) -> int:
     return process.memory_info().rss
 
 
+def skip_teardown(code: int = 0) -> None:
+    """End this process now if Triton is loaded, after what is registered to run at its end: in the interpreter's teardown, Triton's binding library
+    writes some sixty lines about objects that are still alive, below the verdict."""
+    if "triton" not in sys.modules:
+        return
+    atexit.unregister(skip_teardown)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class PeakMemory:
-    """The largest resident memory of this process and all below it, ranks included, sampled every two seconds.
+    """The largest resident memory of this process and all below it, ranks included, sampled every two seconds, or less often where many large
+    processes make a sample expensive: the kernel walks all their pages.
 
     A page that several processes share (ranks are forked after one import) is counted once, in parts, where the system tells (``Pss`` on Linux).
     """
@@ -152,8 +168,11 @@ class PeakMemory:
         return self.peak
 
     def _watch(self) -> None:
-        while not self._stop.wait(2.0):
+        pause = 2.0
+        while not self._stop.wait(pause):
+            started = time.thread_time()
             self._sample()
+            pause = max(2.0, 50 * (time.thread_time() - started))
 
     def _sample(self) -> None:
         import psutil

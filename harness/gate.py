@@ -57,6 +57,8 @@ class Gate:
         self.port: Any = None
         self._problem: portcheck.PortProblem | None = None
         self._checked = False
+        self._rollout_checked = False
+        self._rollout_problem: portcheck.PortProblem | None = None
         self._engines: dict[int, portcheck.PortProblem | Unavailable | None] = {}
         #: Seconds that are left for diagnoses: a port that violates everything is explained by its first violations.
         self._patience = 60.0
@@ -83,7 +85,8 @@ class Gate:
                     raise UsageProblem(f"--tp: {error}") from None
 
     def problem(self, invariant: Invariant, degree: int | None) -> portcheck.PortProblem | Unavailable | None:
-        """Why a check cannot be carried out: the port, or its engine at this degree, breaks the contract. Found once, then remembered."""
+        """Why a check cannot be carried out: the port, its rollout's side or its engine at this degree breaks the contract. Found once, then
+        remembered; the rollout's side is asked when the first check needs it, so that the others do not wait for its imports."""
         if self._problem is None and not self._checked:
             self._checked = True
             try:
@@ -94,8 +97,16 @@ class Gate:
                 self._problem = problem
             except Unavailable as error:
                 self._problem = portcheck.PortProblem(f"not available: {error}")
-        if self._problem is not None or "engine" not in invariant.seams or not offers(self.port, "engine"):
+        if self._problem is not None or not invariant.rolls_out:
             return self._problem
+        if not self._rollout_checked:
+            self._rollout_checked = True
+            try:
+                portcheck.check_rollout(self.port)
+            except portcheck.PortProblem as problem:
+                self._rollout_problem = problem
+        if self._rollout_problem is not None or "engine" not in invariant.seams or not offers(self.port, "engine"):
+            return self._rollout_problem
         wanted = self.options.degrees[0] if degree is None else degree
         if wanted not in self._engines:
             try:

@@ -9,6 +9,8 @@ with those that projects declare in their ``conftest.py``, only in a run that us
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import shlex
@@ -169,13 +171,8 @@ class InvariantItem(pytest.Item):
         self.extra_keyword_matches.add(f"{self.path.stem}::{self.name}")
         for seam in invariant.seams:
             self.add_marker(seam)
-        if self.needs_engine:
-            # Everything that shares a World stays in one worker of pytest-xdist, so that no rank is built twice.
-            self.add_marker(pytest.mark.xdist_group(f"tp{degree or self.config.stash[_KEY].gate.options.degrees[0]}"))
-
-    @property
-    def needs_engine(self) -> bool:
-        return self.degree is not None or "engine" in self.invariant.seams
+        if invariant.rolls_out:
+            self.add_marker(pytest.mark.xdist_group(self.config.stash[_KEY].group(degree)))
 
     def runtest(self) -> None:
         run = self.config.stash[_KEY]
@@ -225,6 +222,24 @@ class Run:
             raise pytest.UsageError(str(error)) from None
         self.memory = None if self.worker else PeakMemory()
 
+    def group(self, degree: int | None) -> str:
+        """What stays in one worker of pytest-xdist, so that no rank is built twice: the checks of one degree, or of several where workers are few.
+
+        One worker is left for the checks of the actor alone. The largest degree costs most and shares last.
+        """
+        degrees = sorted(self.gate.options.degrees, reverse=True)
+        place = degrees.index(degree or self.gate.options.degrees[0])
+        return f"rollout{min(place, self._groups() - 1)}"
+
+    def _groups(self) -> int:
+        """In how many groups the checks are that ask the rollout."""
+        workers = self.config.workerinput["workercount"] if self.worker else 1  # type: ignore[attr-defined]
+        return max(1, min(len(self.gate.options.degrees), workers - 1))
+
+    def _rolls_out(self) -> bool:
+        """Whether this process will ask the rollout: pytest-xdist deals the largest groups first, one to a worker."""
+        return not self.worker or int(self.config.workerinput["workerid"].removeprefix("gw")) < self._groups()  # type: ignore[attr-defined]
+
     @functools.cached_property
     def links(self) -> dict[str, list[Invariant]]:
         """File stem → its invariants."""
@@ -237,17 +252,19 @@ class Run:
 
     def pytest_sessionstart(self) -> None:
         from loudfail.harness.options import UsageProblem
+        from loudfail.harness.world import without_preloading
 
         try:
             if not self.spread and not self.config.option.collectonly:
-                self.gate.construct()  # before anything else is imported, so that the ranks import meanwhile
+                with contextlib.nullcontext() if self._rolls_out() else without_preloading():
+                    self.gate.construct()  # before anything else is imported, so that the ranks import meanwhile
             self.gate.see_expected()
         except UsageProblem as error:
             raise pytest.UsageError(str(error)) from None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Checks without an engine first: they run while the ranks import. Links in data order; items of others stay where they are.
+        """Checks of the actor alone first: they run while the ranks import. Links in data order; items of others stay where they are.
 
         A large model has room for one engine at a time, so its checks go degree by degree.
         """
@@ -256,7 +273,7 @@ class Run:
         large = self.gate.options.scale != "tiny"
 
         def rank(item: Any) -> tuple[bool, int, int]:
-            return item.needs_engine, (item.degree or 0) if large else 0, order.index(item.path.stem)
+            return item.invariant.rolls_out, (item.degree or 0) if large else 0, order.index(item.path.stem)
 
         ours = sorted((items[place] for place in places), key=rank)
         for place, item in zip(places, ours, strict=True):
@@ -359,6 +376,10 @@ class Run:
 
     def pytest_unconfigure(self) -> None:
         self.gate.close()
+        if self.worker:
+            from loudfail.harness.environment import skip_teardown
+
+            atexit.register(skip_teardown)
         if self.memory is not None:
             self.memory.stop()
 

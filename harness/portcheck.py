@@ -35,7 +35,7 @@ def missing_methods(port: Port | type[Port]) -> dict[str, list[str]]:
 
 
 def check_port(port: Port) -> None:
-    """Check everything but the engine.
+    """Check everything but the rollout's side.
 
     Raises:
         PortProblem: the first thing that is wrong.
@@ -66,14 +66,30 @@ def check_port(port: Port) -> None:
         with _calling("reference_prompt"):
             _check_ids("reference_prompt()", port.reference_prompt("a bell rings"))
         _check_presented(port, "reference_conditions")
-    if offers(port, "presentation"):
-        _check_presented(port, "rollout_conditions")
     if offers(port, "trained"):
         _check_trained(port)
     if offers(port, "update"):
         _check_update(port)
     if offers(port, "media") and offers(port, "objective"):
         _check_media(port, case, latents)
+
+
+def check_rollout(port: Port) -> None:
+    """Check what the rollout's side makes of prompts and given conditions: apart from `check_port`, since it may have much to import first.
+
+    Raises:
+        PortProblem: the first thing that is wrong.
+    """
+    if offers(port, "prompt"):
+        with _calling("rollout_prompt"):
+            try:
+                arrived, rolled = port.rollout_prompt(port.tokenize("a bell rings"))
+            except Unavailable:  # no engine here: the checks that need it say so themselves
+                return
+            _need(isinstance(arrived, tuple), f"rollout_prompt() gave ids as {type(arrived).__name__}; want a tuple of integers")
+            _check_tensor("rollout_prompt() embedding", rolled, port, shape=None, axes=2)
+    if offers(port, "presentation"):
+        _check_presented(port, "rollout_conditions")
 
 
 def check_engine(port: Port, degree: int) -> None:
@@ -196,13 +212,6 @@ def _check_prompt(port: Port) -> None:
     with _calling("encode_prompt"):
         embeds = port.encode_prompt(ids)
         _check_tensor("encode_prompt()", embeds, port, shape=None, axes=2)
-    with _calling("rollout_prompt"):
-        try:
-            arrived, rolled = port.rollout_prompt(ids)
-        except Unavailable:  # no engine here: the checks that need it say so themselves
-            return
-        _need(isinstance(arrived, tuple), f"rollout_prompt() gave ids as {type(arrived).__name__}; want a tuple of integers")
-        _check_tensor("rollout_prompt() embedding", rolled, port, shape=None, axes=2)
 
 
 def _check_condition(port: Port, case: Case) -> None:

@@ -30,6 +30,9 @@ CHAIN = (
     "resume",
 )
 
+#: Seams whose checks ask the rollout's side, which may have much to import.
+ROLLOUT_SEAMS = frozenset({"engine", "prompt", "presentation"})
+
 #: Scales of a check that is worth its time at real widths too.
 BOTH = ("tiny", "wide")
 
@@ -48,6 +51,7 @@ class Invariant:
         examples: how many inputs Hypothesis draws; 0 when nothing is drawn.
         strategies: parameter name → function of the port that returns a Hypothesis strategy.
         scales: the scales of a port at which it runs: `BOTH` where real widths can show something that the tiny model cannot.
+        processes: it starts processes of its own from the server that also forks the rollout's ranks.
     """
 
     id: str
@@ -59,10 +63,16 @@ class Invariant:
     examples: int
     strategies: Strategies = field(hash=False, default_factory=dict)
     scales: tuple[str, ...] = ("tiny",)
+    processes: bool = False
 
     @property
     def link(self) -> str:
         return self.id.split("::")[0]
+
+    @property
+    def rolls_out(self) -> bool:
+        """Whether it waits for the rollout's side to be imported."""
+        return self.per_degree or self.processes or not ROLLOUT_SEAMS.isdisjoint(self.seams)
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ _faults: dict[str, Fault] = {}
 
 
 def invariant(
-    *seams: str, examples: int = 0, scales: Iterable[str] = ("tiny",), **strategies: Callable[[Any], Any]
+    *seams: str, examples: int = 0, scales: Iterable[str] = ("tiny",), processes: bool = False, **strategies: Callable[[Any], Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as an invariant.
 
@@ -110,7 +120,7 @@ def invariant(
     Args:
         seams: names from `loudfail.harness.port.SEAMS` that the check needs.
         examples: inputs drawn in a normal run; must be positive if and only if there are strategies.
-        scales: see `Invariant`.
+        scales, processes: see `Invariant`.
 
     Raises:
         TypeError: no docstring, unknown parameters, or examples without strategies.
@@ -127,7 +137,7 @@ def invariant(
             raise TypeError(f"{name}: examples and strategies go together")
         doc = inspect.getdoc(function) or ""
         _invariants[name] = Invariant(
-            name, doc.splitlines()[0].rstrip("."), doc, function, seams, "tp" in parameters, examples, dict(strategies), tuple(scales)
+            name, doc.splitlines()[0].rstrip("."), doc, function, seams, "tp" in parameters, examples, dict(strategies), tuple(scales), processes
         )
         return function
 

@@ -168,7 +168,7 @@ def resume_in_rank(rank: Rank, port: Port, plan: Plan, folder: str) -> tuple[Sta
     return held(port, update), done
 
 
-@invariant("objective", "adapter", "update", examples=1, seed=seeds)
+@invariant("objective", "adapter", "update", examples=1, processes=True, seed=seeds)
 def a_fresh_process_goes_on_bit_for_bit(port: Port, seed: int) -> None:
     """A process that never saw the run loads its checkpoint and takes the step that the first process takes, bit for bit.
 

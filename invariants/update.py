@@ -370,7 +370,7 @@ def step_in_group(rank: Rank, port: Port, seed: int, file: str) -> tuple[Gradien
         return seen[0], scored, calls, port.adapter_state("default")
 
 
-@invariant("objective", "adapter", "update", examples=1, seed=seeds)
+@invariant("objective", "adapter", "update", examples=1, processes=True, seed=seeds)
 def two_processes_train_as_one(port: Port, seed: int) -> None:
     """Two processes share the draws of a step, and both end with the gradient of all of them, the mean over all samples, and the same policy.
 

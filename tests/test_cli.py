@@ -61,7 +61,7 @@ def test_the_line_that_reruns_keeps_what_was_chosen(loudfail: Loudfail) -> None:
 
 
 def test_ranks_answer_at_each_degree_and_are_gone_afterwards(loudfail: Loudfail) -> None:
-    ran = loudfail("gate", "toyports:Ranked", "--tp", "2")
+    ran = loudfail("gate", "toyports:Ranked", "--tp", "2", "-n", "0")
     assert ran.code == 0 and "3 holds" in ran.out, ran.text
 
 
@@ -124,7 +124,7 @@ def test_a_port_that_lacks_a_method_is_told_which(loudfail: Loudfail) -> None:
 
 
 def test_a_degree_that_does_not_divide_the_heads(loudfail: Loudfail) -> None:
-    ran = loudfail("gate", "toyports:DoesNotDivide", "--tp", "1,2")
+    ran = loudfail("gate", "toyports:DoesNotDivide", "--tp", "1,2", "-n", "0")
     assert ran.code == 1
     assert "ERROR the port does not work: engine(2) raised ValueError: 3 heads cannot be divided over 2 ranks" in ran.out
     assert "3 holds, 1 uncovered, 1 error of 5" in ran.out

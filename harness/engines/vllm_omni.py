@@ -23,7 +23,7 @@ from loudfail.harness.case import Case
 from loudfail.harness.environment import use_exact_float32
 from loudfail.harness.port import AdapterConfig, BindReport, Conditions, Trajectory, probe
 from loudfail.harness.violation import Unavailable, Violation
-from loudfail.harness.world import Rank, World
+from loudfail.harness.world import Rank, World, preload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,6 +115,7 @@ class VllmOmniRollout:
         self.model, self.degree, self.dtype, self.device, self.attention = model, degree, dtype, device, attention
         environment = _ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "DIFFUSION_ATTENTION_BACKEND": attention}
         backend = collectives(degree, device).split(",")[0]
+        preload(*PRELOAD)  # does nothing where the port was early
         self.world = World(degree, start, device=device, backend=backend, timeout=timeout, environment=environment)
         self.rebuild()
 
