@@ -49,12 +49,16 @@ class Conflict(Exception):
         super().__init__("; ".join(reasons))
 
 
+class NoSuchPackage(Conflict):
+    """No index has a package of that name."""
+
+
 class InstallFailed(Exception):
     """The installer failed, or what it installed is not what would be imported; the message says why, and has the end of the installer's output."""
 
 
 class IndexUnreachable(Exception):
-    """No index of packages answered, so nothing is known about what was asked for."""
+    """An index of packages does not answer, so nothing is known about what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -297,15 +301,15 @@ _NO_ANSWER = re.compile(r"connection broken|Could not fetch URL|not a trusted or
 def _not_found(text: str, said: str) -> Conflict | IndexUnreachable:
     """Why pip has nothing for a requirement, from what it said."""
     if unanswered := [line for line in said.splitlines() if _NO_ANSWER.search(line)]:
-        why = unanswered[0].partition(": ")[2][:300]
-        return IndexUnreachable(f"{text}: no index of packages answers ({why}); see PIP_INDEX_URL, the proxy, and `pip config list`")
+        why = unanswered[0].rpartition("connection broken by ")[2].removeprefix("WARNING: ")[:200]
+        return IndexUnreachable(f"{text}: an index of packages does not answer; see PIP_INDEX_URL, the proxy and `pip config list`: {why}")
     if there := re.search(r"\(from versions: ([^)]*)\)", said):
         versions = [] if there[1] == "none" else there[1].split(", ")
         if versions:
             return Conflict([f"{text}: there is no such version; the newest that fit here are {', '.join(versions[-3:])}"])
         if "require a different python version" in said:
             return Conflict([f"{text}: no version is for Python {sys.version.split()[0]}"])
-        return Conflict([f"{text}: the index has no such package for this machine; is the name spelled right?"])
+        return NoSuchPackage([f"{text}: no index has such a package for this machine; is the name spelled right?"])
     if "conflicting dependencies" in said:  # without dependencies only what pip was told can conflict
         return Conflict([f"{text}: a constraint in pip's settings forbids it, see `pip config list` and PIP_CONSTRAINT"])
     errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR")]
@@ -313,15 +317,21 @@ def _not_found(text: str, said: str) -> Conflict | IndexUnreachable:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, say: Say = print) -> Iterator[None]:
-    """Let one process at a time make what is in a folder. Another one waits, and says so; the lock of a process that is killed is free again."""
+def locked(folder: Path, say: Say = print) -> Iterator[int]:
+    """Let one process at a time make what is in a folder. Another one waits, and says so.
+
+    Yields:
+        The lock's file descriptor. It is free when every process that has it has ended, killed or not.
+    """
     with (folder.parent / f".{folder.name}.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is at {folder.name}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                say(f"another process is at {folder.name}; waiting for it")
+                time.sleep(0.5)
+        yield file.fileno()
 
 
 def is_file(text: str) -> bool:
@@ -357,9 +367,9 @@ def build(wanted: Plan, cache: Path, *, say: Say = print) -> Environment:
     key = digest(wanted.versions, *local)
     folder = cache / f"env-{key}"
     cache.mkdir(parents=True, exist_ok=True)
-    with locked(folder, say):
+    with locked(folder, say) as lock:
         if (size := _finished(folder)) is None:
-            size = _make(wanted, folder, cache, say)
+            size = _make(wanted, folder, cache, say, lock)
         else:
             say(f"environment {key} is there already ({size / 2**20:.0f} MiB)")
     return Environment(folder / "bin" / "python", key, wanted.versions, size)
@@ -380,14 +390,14 @@ def _packages(folder: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
 
 
-def _make(wanted: Plan, folder: Path, cache: Path, say: Say) -> int:
+def _make(wanted: Plan, folder: Path, cache: Path, say: Say, lock: int) -> int:
     """Make an environment; returns its bytes."""
     shutil.rmtree(folder, ignore_errors=True)  # one that was begun and not finished
     started = time.monotonic()
     try:
         venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
         packages = _packages(folder)
-        _install(wanted.installs, packages, cache, say)
+        _install(wanted.installs, packages, cache, say, lock)
         # Read after the environment's own folder, so that what is there comes first; addsitedir obeys .pth files, of editable installations too.
         lines = [f"import site; site.addsitedir({place!r})" for place in _searched()]
         (packages / "loudfail_base.pth").write_text("\n".join(lines) + "\n")
@@ -437,8 +447,9 @@ def _see_origins(folder: Path) -> None:
         raise InstallFailed(f"{other[0]}, not from what was installed; an editable installation of it is in the way: uninstall that first")
 
 
-def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say) -> None:
-    """Install exactly these, with uv where there is one, else pip; says how much has arrived while it runs."""
+def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say, lock: int) -> None:
+    """Install exactly these, with uv where there is one, else pip; says how much has arrived while it runs. The installer holds the lock too: it goes
+    on for a while where this process is killed."""
     if not requirements:
         return
     uv = shutil.which("uv")
@@ -447,7 +458,7 @@ def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say) -
         command = [uv, "pip", "install", "--python", sys.executable] if uv else [*pip, "install", "--progress-bar=off"]
         command += ["--no-deps", "--target", str(target), *(["--compile-bytecode"] if uv else ["--upgrade"]), *requirements]
         say(f"installing with {'uv' if uv else 'pip'}: {', '.join(Path(one).name for one in requirements)}")
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean() | {"TMPDIR": unpacked})
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean() | {"TMPDIR": unpacked}, pass_fds=(lock,))
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -72,8 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
     except (upgrade_run.Void, environments.IndexUnreachable, environments.InstallFailed) as error:
         raise UsageProblem(str(error)) from None
     except OSError as error:
-        kept = "; what is finished is kept, the same command goes on from there"
-        raise UsageProblem(f"{error.filename or cache}: {error.strerror or error}{kept}") from None
+        then = "mend that, or give another folder; what is finished is kept, and the same command goes on from there"
+        raise UsageProblem(f"{error.filename or cache}: {error.strerror or error}: {then}") from None
 
 
 def _run(parsed: argparse.Namespace, requests: Sequence[Request], cache: Path) -> int:
@@ -131,6 +131,8 @@ def _plan(request: Request, row: dict[str, Any], installed: Any, find: Any, say:
 
     try:
         wanted = environments.plan(request.packages, installed, find, override=request.override, say=say)
+    except environments.NoSuchPackage as nothing:
+        raise UsageProblem(str(nothing)) from None
     except environments.Conflict as conflict:
         row |= {"verdict": "conflict", "first": str(conflict), "conflict": conflict.reasons}
         return None

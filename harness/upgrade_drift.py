@@ -132,7 +132,11 @@ def exception_of(result: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _read(match: re.Match[str]) -> tuple[str, str]:
-    return match[1], _portable(match[2] or "").strip()
+    message = _portable(match[2] or "").strip()
+    if message.endswith(":"):  # what it is about stands below, such as the weights that are missing
+        below = [line.strip()[:200] for line in match.string[match.end() :].splitlines() if line.strip()]
+        message = " ".join([message, *below[:2]])
+    return match[1], message
 
 
 def _portable(text: str) -> str:
@@ -178,7 +182,8 @@ def _interfaces(before: Run, after: Run) -> list[dict[str, Any]]:
 def _end(text: str) -> tuple[str, str, str]:
     """What ended a process, from the end of what it said: class and message of an exception or a crash, and its place; else how it ended."""
     if crash := _CRASH.search(text):
-        frames = _FRAME.search(text, crash.end())  # the most recent call is first there
+        thread = text.find("Current thread", crash.end())  # other threads may be listed before it; the most recent call is first
+        frames = _FRAME.search(text, max(thread, crash.end()))
         return "", crash[1], _place(frames[0]) if frames else ""
     # Only what is at the end ended it: a name of an exception in a warning before did not.
     lines, uncaught = text.strip().splitlines(), text.rfind("Traceback (most recent call last)")
@@ -305,7 +310,9 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
         return "changed", "; ".join(said)
     drifted = [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]
     if drifted:
-        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}"
+        equal = [golden["name"] for golden in drift["goldens"] if golden["outcome"] == "same"]
+        others = f"; bit for bit: {', '.join(equal)}" if equal else ""
+        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}{others}"
     same = sum(golden["counts"]["same"] for golden in drift["goldens"])
     counts = drift["checks"]["counts"]
     mended = f", {counts['mended']} hold now" if counts.get("mended") else ""
@@ -320,4 +327,7 @@ def _say(probe: Mapping[str, Any]) -> str:
     text += (
         f", {probe['ratio']:.2g} of its tolerance" if probe.get("ratio") is not None else ", and was the same in every run" if probe["error"] else ""
     )
-    return text + (f"; the weakest known fault here is {probe['to_weakest']:.2g} times that" if probe.get("to_weakest") else "")
+    if not probe.get("to_weakest"):
+        return text
+    blind = probe["outcome"] == "drifted" and probe["to_weakest"] <= 1
+    return f"{text}; the weakest known fault here is {probe['to_weakest']:.2g} times that" + (", so this probe cannot tell the two apart" * blind)

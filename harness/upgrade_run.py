@@ -23,7 +23,13 @@ from loudfail.harness.environments import Environment, child, locked
 from loudfail.harness.record import write_json
 
 Say = Callable[[str], None]
-COMMAND = ("-m", "loudfail.harness.cli")
+#: The command line, which ends with the process that started it, however that ends (`prctl(2)`, PR_SET_PDEATHSIG = 1).
+COMMAND = (
+    "-c",
+    "import ctypes, signal, sys\n"
+    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))\n"
+    "from loudfail.harness.cli import command; command()",
+)
 #: Packages whose files decide what a run gives, goldens among them.
 SOURCES = ("loudfail.harness", "loudfail.invariants", "loudfail.golden")
 #: Modules of these names compare and show what was run.
