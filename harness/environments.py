@@ -453,8 +453,8 @@ def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say, l
     if not requirements:
         return
     uv = shutil.which("uv")
-    # pip unpacks in its temporary folder and moves everything at the end: one on the same disk, which is watched too.
-    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory(dir=cache) as unpacked:
+    # pip unpacks in its temporary folder and moves everything at the end: one in the environment, so on the same disk, watched, and removed with it.
+    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory(dir=target.parent) as unpacked:
         command = [uv, "pip", "install", "--python", sys.executable] if uv else [*pip, "install", "--progress-bar=off"]
         command += ["--no-deps", "--target", str(target), *(["--compile-bytecode"] if uv else ["--upgrade"]), *requirements]
         say(f"installing with {'uv' if uv else 'pip'}: {', '.join(Path(one).name for one in requirements)}")
