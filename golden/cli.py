@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from loudfail.golden.diff import Verification
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     verbs: dict[str, Callable[[argparse.Namespace], int]] = {"record": _record, "verify": _verify, "diff": _diff, "list": _list}
     try:
-        return verbs[options.verb](options)
+        with _output(options.json) as options.output:
+            return verbs[options.verb](options)
     except UsageError as error:
         return _fail(str(error), USAGE)
     except Unsound as error:
@@ -278,8 +282,34 @@ def _line(golden: Golden) -> str:
     )
 
 
+@contextlib.contextmanager
+def _output(record: bool) -> Iterator[TextIO]:
+    """Standard output. If a record goes there, what models and libraries print meanwhile, in ranks too, goes to standard error."""
+    if not record:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    try:
+        number = sys.stdout.fileno()
+    except (io.UnsupportedOperation, AttributeError):  # a stream of Python's alone
+        output = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield output
+        return
+    kept = os.dup(number)
+    try:
+        os.dup2(sys.stderr.fileno(), number)
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as output:
+            yield output
+        sys.stdout.flush()
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+
+
 def _show(options: argparse.Namespace, entries: list[dict[str, Any]], text: str) -> None:
-    print(json.dumps({"schema": SCHEMA, "goldens": entries}, indent=1, ensure_ascii=False, allow_nan=False) if options.json else text)
+    record = {"schema": SCHEMA, "goldens": entries}
+    print(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) if options.json else text, file=options.output)
 
 
 def _say(text: str) -> None:

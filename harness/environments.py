@@ -11,9 +11,11 @@ environment already breaks (a companion of torch that does not load beside it, s
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -47,8 +49,16 @@ class Conflict(Exception):
         super().__init__("; ".join(reasons))
 
 
+class NoSuchPackage(Conflict):
+    """No index has a package of that name."""
+
+
 class InstallFailed(Exception):
-    """The installer failed; the message has the end of its output."""
+    """The installer failed, or what it installed is not what would be imported; the message says why, and has the end of the installer's output."""
+
+
+class IndexUnreachable(Exception):
+    """An index of packages does not answer, so nothing is known about what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +256,12 @@ def _pip(cache: Path) -> Iterator[list[str]]:
     python = sys.executable
     if find_spec("pip") is None:
         tools = cache / "pip"
-        if not (tools / "bin" / "pip").exists():
-            venv.EnvBuilder(with_pip=True, symlinks=True, clear=True).create(tools)
+        with locked(tools):
+            if not (tools / "bin" / "pip").exists():
+                try:
+                    venv.EnvBuilder(with_pip=True, symlinks=True, clear=True).create(tools)
+                except subprocess.CalledProcessError as error:
+                    raise InstallFailed(f"this environment has no pip, and none can be made ({error}): install pip in it") from None
         python = str(tools / "bin" / "python")
     yield [python, "-m", "pip", "--disable-pip-version-check"]
 
@@ -267,17 +281,57 @@ def finder(cache: Path) -> Callable[[str], Distribution]:
                 capture_output=True, text=True, env=_clean(), check=False,
             )  # fmt: skip
             if done.returncode or not report.exists():
-                said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                named = [line for line in said if not line.startswith("ResolutionImpossible")]  # a line that names nothing
-                raise Conflict([f"{text}: {named[-1] if named else 'pip finds nothing'}"])
-            item = json.loads(report.read_text())["install"][0]
-        about = item["metadata"]
+                raise _not_found(text, done.stderr)
+            items = json.loads(report.read_text())["install"]
+        if not items:
+            raise Conflict([f"{text}: its marker excludes this machine"])
+        about = items[0]["metadata"]
         name, version = normalize(about["name"]), about["version"]
         return Distribution(
             name, version, tuple(about.get("requires_dist", ())), str(Path(text).resolve()) if is_file(text) else f"{name}=={version}"
         )
 
     return find
+
+
+#: What pip says where an index cannot be asked; that it finds nothing then says nothing about the package.
+_NO_ANSWER = re.compile(r"connection broken|Could not fetch URL|not a trusted or secure host|Failed to establish|ConnectionError|SSLError|ProxyError")
+
+
+def _not_found(text: str, said: str) -> Conflict | IndexUnreachable:
+    """Why pip has nothing for a requirement, from what it said."""
+    if unanswered := [line for line in said.splitlines() if _NO_ANSWER.search(line)]:
+        why = unanswered[0].rpartition("connection broken by ")[2].removeprefix("WARNING: ")[:200]
+        return IndexUnreachable(f"{text}: an index of packages does not answer; see PIP_INDEX_URL, the proxy and `pip config list`: {why}")
+    if there := re.search(r"\(from versions: ([^)]*)\)", said):
+        versions = [] if there[1] == "none" else there[1].split(", ")
+        if versions:
+            return Conflict([f"{text}: there is no such version; the newest that fit here are {', '.join(versions[-3:])}"])
+        if "require a different python version" in said:
+            return Conflict([f"{text}: no version is for Python {sys.version.split()[0]}"])
+        return NoSuchPackage([f"{text}: no index has such a package for this machine; is the name spelled right?"])
+    if "conflicting dependencies" in said:  # without dependencies only what pip was told can conflict
+        return Conflict([f"{text}: a constraint in pip's settings forbids it, see `pip config list` and PIP_CONSTRAINT"])
+    errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR")]
+    return Conflict([f"{text}: {errors[-1] if errors else 'pip finds nothing'}"])
+
+
+@contextlib.contextmanager
+def locked(folder: Path, say: Say = print) -> Iterator[int]:
+    """Let one process at a time make what is in a folder. Another one waits, and says so.
+
+    Yields:
+        The lock's file descriptor. It is free when every process that has it has ended, killed or not.
+    """
+    with (folder.parent / f".{folder.name}.lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                say(f"another process is at {folder.name}; waiting for it")
+                time.sleep(0.5)
+        yield file.fileno()
 
 
 def is_file(text: str) -> bool:
@@ -307,46 +361,104 @@ def build(wanted: Plan, cache: Path, *, say: Say = print) -> Environment:
 
     Raises:
         InstallFailed: see there. What was begun is removed.
+        OSError: the folder cannot be written.
     """
     local = [hashlib.sha256(Path(one).read_bytes()).hexdigest() for one in wanted.installs if os.sep in one]
     key = digest(wanted.versions, *local)
     folder = cache / f"env-{key}"
-    python = folder / "bin" / "python"
-    if (folder / RECORD).exists():
-        size = int(json.loads((folder / RECORD).read_text())["bytes"])
-        say(f"environment {key} is there already ({size / 2**20:.0f} MiB)")
-        return Environment(python, key, wanted.versions, size)
     cache.mkdir(parents=True, exist_ok=True)
+    with locked(folder, say) as lock:
+        if (size := _finished(folder)) is None:
+            size = _make(wanted, folder, cache, say, lock)
+        else:
+            say(f"environment {key} is there already ({size / 2**20:.0f} MiB)")
+    return Environment(folder / "bin" / "python", key, wanted.versions, size)
+
+
+def _finished(folder: Path) -> int | None:
+    """Bytes of an environment; None unless its record, its interpreter and as many files as were installed are there."""
+    try:
+        about = json.loads((folder / RECORD).read_text())
+        size, files = int(about["bytes"]), int(about.get("files", 0))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return size if os.access(folder / "bin" / "python", os.X_OK) and _files(_packages(folder)) >= files else None
+
+
+def _packages(folder: Path) -> Path:
+    """Folder of packages of a virtual environment."""
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
+
+
+def _make(wanted: Plan, folder: Path, cache: Path, say: Say, lock: int) -> int:
+    """Make an environment; returns its bytes."""
     shutil.rmtree(folder, ignore_errors=True)  # one that was begun and not finished
     started = time.monotonic()
     try:
         venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
-        packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
-        _install(wanted.installs, packages, cache, say)
+        packages = _packages(folder)
+        _install(wanted.installs, packages, cache, say, lock)
         # Read after the environment's own folder, so that what is there comes first; addsitedir obeys .pth files, of editable installations too.
         lines = [f"import site; site.addsitedir({place!r})" for place in _searched()]
         (packages / "loudfail_base.pth").write_text("\n".join(lines) + "\n")
+        _see_origins(folder)
         size = _size(packages)
-        about = {"versions": dict(wanted.versions), "installed": wanted.installs, "overridden": wanted.overridden, "bytes": size}
+        about = {
+            "versions": dict(wanted.versions), "installed": wanted.installs, "overridden": wanted.overridden, "bytes": size,
+            "files": _files(packages),
+        }  # fmt: skip
         (folder / RECORD).write_text(json.dumps(about, indent=1) + "\n")  # last: an environment without it is not used
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    say(f"environment {key}: {len(wanted.installs)} packages, {size / 2**20:.0f} MiB, {time.monotonic() - started:.0f} s")
-    return Environment(python, key, wanted.versions, size)
+    say(f"environment {folder.name[4:]}: {len(wanted.installs)} packages, {size / 2**20:.0f} MiB, {time.monotonic() - started:.0f} s")
+    return size
 
 
-def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say) -> None:
-    """Install exactly these, with uv where there is one, else pip; says how much has arrived while it runs."""
+#: Run in an environment: the top-level modules of its own that would be imported from elsewhere, an import hook of the base being first.
+_ELSEWHERE = """
+import sys, importlib.util
+from pathlib import Path
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    name = path.name.partition(".")[0]
+    if not name.isidentifier() or not (path.suffix in (".py", ".so") or (path / "__init__.py").exists()):
+        continue
+    try:
+        origin = getattr(importlib.util.find_spec(name), "origin", None)
+    except Exception:  # such a module has no specification; sys.modules has it already
+        continue
+    if origin and not Path(origin).resolve().is_relative_to(Path(sys.argv[1]).resolve()):
+        print(f"{name} is imported from {origin}")
+"""
+
+
+def _see_origins(folder: Path) -> None:
+    """See that what was installed is what is imported; a comparison of the present environment with itself finds nothing.
+
+    Raises:
+        InstallFailed: something else would be.
+    """
+    done = subprocess.run(
+        [str(folder / "bin" / "python"), "-c", _ELSEWHERE, str(_packages(folder))], capture_output=True, text=True, env=_clean(), check=False
+    )
+    if done.returncode:
+        raise InstallFailed(f"the interpreter does not start in the environment\n{done.stderr[-3000:]}")
+    if other := [line for line in done.stdout.splitlines() if " is imported from " in line]:
+        raise InstallFailed(f"{other[0]}, not from what was installed; an editable installation of it is in the way: uninstall that first")
+
+
+def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say, lock: int) -> None:
+    """Install exactly these, with uv where there is one, else pip; says how much has arrived while it runs. The installer holds the lock too: it goes
+    on for a while where this process is killed."""
     if not requirements:
         return
     uv = shutil.which("uv")
-    # pip unpacks in its temporary folder and moves everything at the end: one on the same disk, which is watched too.
-    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory(dir=cache) as unpacked:
+    # pip unpacks in its temporary folder and moves everything at the end: one in the environment, so on the same disk, watched, and removed with it.
+    with _pip(cache) as pip, tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory(dir=target.parent) as unpacked:
         command = [uv, "pip", "install", "--python", sys.executable] if uv else [*pip, "install", "--progress-bar=off"]
         command += ["--no-deps", "--target", str(target), *(["--compile-bytecode"] if uv else ["--upgrade"]), *requirements]
         say(f"installing with {'uv' if uv else 'pip'}: {', '.join(Path(one).name for one in requirements)}")
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean() | {"TMPDIR": unpacked})
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_clean() | {"TMPDIR": unpacked}, pass_fds=(lock,))
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -359,7 +471,14 @@ def _install(requirements: Sequence[str], target: Path, cache: Path, say: Say) -
                 process.wait()
         if process.returncode:
             log.seek(0)
-            raise InstallFailed(f"{' '.join(command)}\n{log.read()[-3000:]}")
+            said = log.read()[-3000:]
+            last = next(reversed(said.strip().splitlines()), f"exit code {process.returncode}")
+            raise InstallFailed(f"{last}\n{' '.join(command)}\n{said}")
+
+
+def _files(folder: Path) -> int:
+    """Number of files but those that an interpreter adds."""
+    return sum(not name.endswith(".pyc") for _, _, files in os.walk(folder) for name in files)
 
 
 def _size(folder: Path) -> int:

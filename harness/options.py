@@ -172,7 +172,7 @@ def read_expected(path: Path) -> dict[str, str]:
     return entries
 
 
-def prepare_folder(out: Path, stale: Iterable[str]) -> None:
+def prepare_folder(out: Path, stale: Iterable[str], *, option: str = "--out") -> None:
     """Make the folder, see that it can be written, and remove records of an earlier run, which would outlive an interrupted one.
 
     Raises:
@@ -186,4 +186,4 @@ def prepare_folder(out: Path, stale: Iterable[str]) -> None:
         for name in stale:
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UsageProblem(f"--out {out}: cannot be used: {error.strerror or error}") from None
+        raise UsageProblem(f"{option} {out}: cannot be used: {error.strerror or error}") from None

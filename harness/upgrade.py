@@ -61,75 +61,111 @@ def run(parsed: argparse.Namespace) -> int:
         0: every upgrade works or drifts, or does what was expected of it; 1: one does not; 5: no version could be installed, so nothing ran.
 
     Raises:
-        UsageProblem: what was asked for makes no sense.
+        UsageProblem: what was asked for makes no sense, no index answers, files were edited meanwhile, or a folder cannot be written.
     """
-    from loudfail.harness import environments, upgrade_drift, upgrade_report, upgrade_run
-    from loudfail.harness.progress import StatusLine
+    from loudfail.harness import environments, upgrade_run
 
     requests = _requests(parsed)
+    cache = (parsed.envs or environments.default_cache()).absolute()
+    try:
+        return _run(parsed, requests, cache)
+    except (upgrade_run.Void, environments.IndexUnreachable, environments.InstallFailed) as error:
+        raise UsageProblem(str(error)) from None
+    except OSError as error:
+        then = "mend that, or give another folder; what is finished is kept, and the same command goes on from there"
+        raise UsageProblem(f"{error.filename or cache}: {error.strerror or error}: {then}") from None
+
+
+def _run(parsed: argparse.Namespace, requests: Sequence[Request], cache: Path) -> int:
+    from loudfail.harness import environments, upgrade_drift, upgrade_report, upgrade_run
+    from loudfail.harness.environment import describe
+    from loudfail.harness.progress import StatusLine
+
     chosen = opts.from_namespace(parsed)
     port = chosen.port
-    cache = (parsed.envs or environments.default_cache()).absolute()
     prepare_folder(parsed.out, upgrade_report.FILES)
-    prepare_folder(cache, ())
+    prepare_folder(cache, (), option="--envs")
     line = StatusLine()
-    question = _question(parsed)
+    question, here = _question(parsed), environments.present()
     record: dict[str, Any] = {
         "schema": SCHEMA, "port": port, "command": _command(parsed), "degrees": list(chosen.degrees), "rows": [], "notes": [],
-        "before": {"python": platform.python_version()},
+        "before": {"python": platform.python_version(), "packages": upgrade_run.stack(here), "cpu": describe("cpu")["cpu"], "seconds": {}},
     }  # fmt: skip
     try:
-        before_environment = environments.present()
-        arguments = {"cache": cache, "fresh": parsed.fresh, "say": line.show}
-        before = upgrade_run.measure(question, before_environment, name="before", **arguments)
-        about_goldens = []
-        if before["goldens"] is not None and not upgrade_run.has_goldens(before):
-            folder = cache / f"goldens-{question.key(before_environment)}"
-            if why := upgrade_run.record_goldens(question, before_environment, folder, say=line.show):
-                about_goldens = [f"no goldens, and none could be recorded, so only checks are compared: {why}"]
-            else:
-                about_goldens = ["the port has no goldens; these were recorded before the upgrade, with tolerances measured on this machine"]
-                question = upgrade_run.Question(question.port, question.gate, (*question.golden, "--folder", str(folder)))
-                before = upgrade_run.measure(question, before_environment, name="before", **arguments)
-        from loudfail.harness.environment import describe
-
-        record["before"] |= {"packages": before["packages"], "cpu": describe("cpu")["cpu"], "seconds": before["seconds"]}
-        record["notes"] = upgrade_drift.compare(before, before)["notes"] + about_goldens
-        if not upgrade_drift.holds_anything(before):
-            why = next(iter(str(before["gate_error"]).strip().splitlines()[-1:]), f"see `loudfail gate {port}`")
-            raise UsageProblem(f"no check holds before the upgrade, so there is nothing to compare: {why}")
-        for note in record["notes"]:
-            line.print(f"note: {note}")
+        # First what takes seconds, so that a name that is wrong or a pin that forbids is told before anything is run.
+        rows = [_row(request, port) for request in requests]
         installed, find = environments.installed(), environments.finder(cache)
-        for request in requests:
-            row = _row(request, port)
+        plans = [_plan(request, row, installed, find, line.show) for request, row in zip(requests, rows, strict=True)]
+        arguments = {"cache": cache, "fresh": parsed.fresh, "say": line.show}
+        before: dict[str, Any] = {}
+        if any(plans):
+            question, before = _before(question, here, record, line, arguments)
+        for request, row, wanted in zip(requests, rows, plans, strict=True):
+            if wanted is not None:
+                try:
+                    environment = environments.build(wanted, cache, say=lambda text: line.show(text, now=True))
+                    row["environment"] = {"key": environment.key, "bytes": environment.bytes}
+                    after = upgrade_run.measure(question, environment, name=upgrade_report.moves(row), **arguments)
+                    row["drift"] = upgrade_drift.compare(before, after)
+                    row["verdict"], row["first"] = row["drift"]["verdict"], row["drift"]["first"]
+                except environments.InstallFailed as failure:
+                    said = str(failure).splitlines()
+                    row |= {"verdict": "conflict", "first": f"not installed: {said[0]}", "conflict": said[1:][-8:], "failed": True}
+            row["as_expected"] = bool(request.expect) and row["verdict"] == request.expect and not row["failed"]
             record["rows"].append(row)
-            try:
-                wanted = environments.plan(request.packages, installed, find, override=request.override, say=line.show)
-                row |= {"moves": [vars(move) for move in wanted.moves], "overridden": wanted.overridden}
-                environment = environments.build(wanted, cache, say=lambda text: line.show(text, now=True))
-                row["environment"] = {"key": environment.key, "bytes": environment.bytes}
-                after = upgrade_run.measure(question, environment, name=upgrade_report.moves(row), **arguments)
-                row["drift"] = upgrade_drift.compare(before, after)
-                row["verdict"], row["first"] = row["drift"]["verdict"], row["drift"]["first"]
-            except environments.Conflict as conflict:
-                row |= {"verdict": "conflict", "first": str(conflict), "conflict": conflict.reasons}
-            except environments.InstallFailed as failure:
-                row |= {"verdict": "conflict", "first": "the installer failed", "conflict": str(failure).splitlines()[-8:]}
-            row["as_expected"] = bool(request.expect) and row["verdict"] == request.expect
             _write(record, parsed.out)  # after each row, so that an interrupted matrix leaves what it has
             line.print(_line(row))
             if row["verdict"] == "conflict" and " requires " in row["first"] and not request.override:
                 line.print("    --override installs it regardless of such a pin, and the report says so")
-    except upgrade_run.SourcesChanged as error:
-        raise UsageProblem(str(error)) from None
     finally:
         line.clear()
-    _write(record, parsed.out)
     line.print(f"written to {parsed.out}")
-    if all(row["drift"] is None for row in record["rows"]) and not all(row["as_expected"] for row in record["rows"]):
+    if all(row["drift"] is None and not row["failed"] for row in rows) and not all(row["as_expected"] for row in rows):
         return NOTHING
-    return HOLDS if all(row["as_expected"] or (not row["expect"] and row["verdict"] in PASSING) for row in record["rows"]) else VIOLATED
+    return HOLDS if all(row["as_expected"] or (not row["expect"] and row["verdict"] in PASSING) for row in rows) else VIOLATED
+
+
+def _plan(request: Request, row: dict[str, Any], installed: Any, find: Any, say: Any) -> Any:
+    """The plan of a row, or None: the row has the conflict then."""
+    from loudfail.harness import environments
+
+    try:
+        wanted = environments.plan(request.packages, installed, find, override=request.override, say=say)
+    except environments.NoSuchPackage as nothing:
+        raise UsageProblem(str(nothing)) from None
+    except environments.Conflict as conflict:
+        row |= {"verdict": "conflict", "first": str(conflict), "conflict": conflict.reasons}
+        return None
+    row |= {"moves": [vars(move) for move in wanted.moves], "overridden": wanted.overridden}
+    return wanted
+
+
+def _before(question: Any, here: Any, record: dict[str, Any], line: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What holds in the present environment, with goldens recorded now if the port has none; the question with those goldens.
+
+    Raises:
+        UsageProblem: nothing does.
+    """
+    from loudfail.harness import upgrade_drift, upgrade_run
+
+    before = upgrade_run.measure(question, here, name="before", **arguments)
+    if not upgrade_run.holds_anything(before):
+        why = next(iter(str(before["gate_error"]).strip().splitlines()[-1:]), f"see `loudfail gate {question.port}`")
+        raise UsageProblem(f"no check holds before the upgrade, so there is nothing to compare: {why}")
+    about_goldens = []
+    if before["goldens"] is not None and not upgrade_run.has_goldens(before):
+        folder = arguments["cache"] / f"goldens-{question.key(here)}"
+        if why := upgrade_run.record_goldens(question, here, folder, say=line.show):
+            about_goldens = [f"no goldens, and none could be recorded, so only checks are compared: {why}"]
+        else:
+            about_goldens = ["the port has no goldens; these were recorded before the upgrade, with tolerances measured on this machine"]
+            question = upgrade_run.Question(question.port, question.gate, (*question.golden, "--folder", str(folder)))
+            before = upgrade_run.measure(question, here, name="before", **arguments)
+    record["before"]["seconds"] = before["seconds"]
+    record["notes"] = upgrade_drift.compare(before, before)["notes"] + about_goldens
+    for note in record["notes"]:
+        line.print(f"note: {note}")
+    return question, before
 
 
 def _row(request: Request, port: str) -> dict[str, Any]:
@@ -142,7 +178,7 @@ def _row(request: Request, port: str) -> dict[str, Any]:
     ]
     return {
         "requests": list(request.packages), "override": request.override, "expect": request.expect, "because": request.because, "moves": [],
-        "overridden": [], "drift": None, "environment": None, "rerun": shlex.join(words),
+        "overridden": [], "drift": None, "environment": None, "failed": False, "rerun": shlex.join(words),
     }  # fmt: skip
 
 
@@ -178,7 +214,10 @@ def _question(parsed: argparse.Namespace) -> Any:
 
 def _command(parsed: argparse.Namespace) -> str:
     words = ["loudfail", "upgrade", parsed.port]
-    for flag, value in (("--with", parsed.packages), ("--matrix", parsed.matrix), ("-k", parsed.k), ("--tp", parsed.tp), ("--dtype", parsed.dtype)):
+    asked = {"--with": parsed.packages, "--matrix": parsed.matrix, "-k": parsed.k}
+    for flag in opts.PORT_OPTIONS:
+        asked[flag] = getattr(parsed, opts.destination(flag), None)
+    for flag, value in asked.items():
         for one in value if isinstance(value, list) else [value] if value is not None else []:
             words += [flag, str(one)]
     return shlex.join([*words, *(["--override"] if parsed.override else [])])
@@ -201,12 +240,15 @@ def _check_requirement(text: str) -> None:
 
     from loudfail.harness.environments import is_file
 
-    if is_file(text):
+    if is_file(text) and " @ " not in text:
         if not Path(text).exists():
             raise UsageProblem(f"{text}: there is no such file")
+        if Path(text).is_dir():
+            raise UsageProblem(f"{text} is a folder; make a wheel of it (`pip wheel --no-deps {text}`) and give that")
         return
     try:
-        Requirement(text)
+        if Requirement(text).url:
+            raise UsageProblem(f"{text!r} is an address; download the wheel and give its path, whose content the environment is cached under")
     except InvalidRequirement as error:
         raise UsageProblem(f"{text!r} is no requirement, such as diffusers==0.42.1: {str(error).splitlines()[0]}") from None
 
@@ -230,14 +272,18 @@ def read_matrix(path: Path) -> list[Request]:
 
 
 def _request(row: Any, place: str, verdicts: Sequence[str]) -> Request:
+    if not isinstance(row, dict):
+        raise UsageProblem(f"{place}: wants a table [[upgrade]], not {row!r}")
     if unknown := sorted(set(row) - {"with", "override", "expect", "because"}):
         raise UsageProblem(f"{place}: {unknown[0]!r} is none of with, override, expect, because")
     packages = [row["with"]] if isinstance(row.get("with"), str) else row.get("with")
     if not isinstance(packages, list) or not packages or not all(isinstance(one, str) and one.strip() for one in packages):
         raise UsageProblem(f'{place}: with = "diffusers==0.42.1", or a list of such')
     expect, because = row.get("expect", ""), row.get("because", "")
+    if not isinstance(row.get("override", False), bool):
+        raise UsageProblem(f"{place}: override = {row['override']!r} is neither true nor false")
     if expect and expect not in verdicts:
         raise UsageProblem(f"{place}: expect = {expect!r} is none of {', '.join(verdicts)}")
     if expect and expect not in PASSING and not str(because).strip():
         raise UsageProblem(f"{place}: a verdict of {expect} that is expected needs a reason: because = …")
-    return Request(tuple(packages), bool(row.get("override")), expect, str(because))
+    return Request(tuple(packages), row.get("override", False), expect, str(because))

@@ -20,7 +20,8 @@ API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "Nam
 #: A measurement that comes this many times closer to its bound than before, and within this part of it, is told though the check holds.
 CLOSER, NEAR = 10.0, 0.02
 _EXCEPTION = re.compile(r"(?:^|[\s:(])(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception))(?:: ([^\n]*))?")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+_CRASH = re.compile(r"^Fatal Python error: ([^\n]+)", re.MULTILINE)
 
 
 def compare(before: Run, after: Run) -> dict[str, Any]:
@@ -46,11 +47,6 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
     return drift
 
 
-def holds_anything(run: Run) -> bool:
-    """Whether any check of a run holds. Two runs in which none does agree, and that says nothing."""
-    return any(result["status"] == "holds" for result in _results(run).values())
-
-
 # -- checks --------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -65,11 +61,11 @@ def _kind(before: str, after: str | None, result: Mapping[str, Any] | None) -> s
     """How the status of a check differs."""
     if after is None:
         return "missing"
-    if after == before:
+    if after == before or {after, before} == {"uncovered", "unavailable"}:
         return "same"
     if after == "error":
         return "api" if result is not None and exception_of(result)[0] in API else "error"
-    return {"violated": "violated", "unavailable": "unavailable", "holds": "mended"}.get(after, "other")
+    return {"violated": "violated", "unavailable": "unavailable", "uncovered": "unavailable", "holds": "mended"}.get(after, "other")
 
 
 def _checks(before: Run, after: Run) -> dict[str, Any]:
@@ -136,7 +132,11 @@ def exception_of(result: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _read(match: re.Match[str]) -> tuple[str, str]:
-    return match[1], _portable(match[2] or "").strip()
+    message = _portable(match[2] or "").strip()
+    if message.endswith(":"):  # what it is about stands below, such as the weights that are missing
+        below = [line.strip()[:200] for line in match.string[match.end() :].splitlines() if line.strip()]
+        message = " ".join([message, *below[:2]])
+    return match[1], message
 
 
 def _portable(text: str) -> str:
@@ -169,24 +169,36 @@ def _interfaces(before: Run, after: Run) -> list[dict[str, Any]]:
     ]
     for stage, there in (("gate", "gate"), ("goldens", "goldens")):
         if after.get(there) is None and before.get(there) is not None:
-            text = str(after.get(f"{stage}_error") or "")
-            matches = [*_EXCEPTION.finditer(text)]
-            kind, message = _read(matches[-1]) if matches else ("", next(iter(text.strip().splitlines()[-1:]), ""))
+            kind, message, place = _end(str(after.get(f"{stage}_error") or ""))
             found.append(
                 {
-                    "exception": kind, "message": message, "at": _place(text), "api": kind in API, "stage": stage,
+                    "exception": kind, "message": message, "at": place, "api": kind in API, "stage": stage,
                     "checks": len(old) if stage == "gate" else 0, "first": "",
                 }
             )  # fmt: skip
     return sorted(found, key=lambda one: (not one["api"], -one["checks"]))
 
 
+def _end(text: str) -> tuple[str, str, str]:
+    """What ended a process, from the end of what it said: class and message of an exception or a crash, and its place; else how it ended."""
+    if crash := _CRASH.search(text):
+        thread = text.find("Current thread", crash.end())  # other threads may be listed before it; the most recent call is first
+        frames = _FRAME.search(text, max(thread, crash.end()))
+        return "", crash[1], _place(frames[0]) if frames else ""
+    # Only what is at the end ended it: a name of an exception in a warning before did not.
+    lines, uncaught = text.strip().splitlines(), text.rfind("Traceback (most recent call last)")
+    matches = [*_EXCEPTION.finditer(text[uncaught:] if uncaught >= 0 else "\n".join(lines[-3:]))]
+    return (*_read(matches[-1]), _place(text)) if matches else ("", "; ".join(_portable(line.strip()) for line in lines[-2:]), "")
+
+
 # -- goldens -------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _goldens(before: Run, after: Run) -> list[dict[str, Any]]:
-    new = {one["name"]: one for one in after.get("goldens") or []}
-    return [_golden(one, new[one["name"]]) for one in before.get("goldens") or [] if one.get("probes") and one["name"] in new]
+    if after.get("goldens") is None:  # that is one of the interfaces
+        return []
+    new = {one["name"]: one for one in after["goldens"]}
+    return [_golden(one, new.get(one["name"], {"name": one["name"]})) for one in before.get("goldens") or [] if one.get("probes")]
 
 
 def _golden(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +208,8 @@ def _golden(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     probes += [{"name": name, "outcome": "changed", "note": "is missing"} for name in old if name not in {one["name"] for one in probes}]
     outcomes = [probe["outcome"] for probe in probes]
     outcome = next((one for one in ("changed", "drifted") if one in outcomes), "same") if probes else "changed"
-    first = next((probe for probe in probes if probe["outcome"] == outcome), None) if outcome != "same" else None
+    compared = bool(after.get("probes"))
+    first = next((probe for probe in probes if probe["outcome"] == outcome), None) if compared and outcome != "same" else None
     groups: dict[str, list[dict[str, Any]]] = {}
     for probe in probes:
         groups.setdefault(str(probe["name"]).split(".")[0], []).append(probe)
@@ -204,7 +217,7 @@ def _golden(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         "name": after["name"],
         "outcome": outcome,
         "first": first,
-        "message": after.get("message") if not after.get("probes") else "",
+        "message": "" if compared else after.get("message") or "was not compared",
         "counts": {one: outcomes.count(one) for one in ("same", "drifted", "changed")},
         "groups": [_group(name, members) for name, members in groups.items()],
         "differing": [probe for probe in probes if probe["outcome"] != "same"],
@@ -290,16 +303,20 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
     changed = [golden for golden in drift["goldens"] if golden["outcome"] == "changed"]
     said = []
     if changed:
-        said.append(f"golden {changed[0]['name']}: {_say(changed[0]['first'])}" if changed[0]["first"] else f"{changed[0]['name']}: changed")
+        said.append(f"golden {changed[0]['name']}: {_say(changed[0]['first']) if changed[0]['first'] else changed[0]['message']}")
     if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
         said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}")
     if said:
         return "changed", "; ".join(said)
     drifted = [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]
     if drifted:
-        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}"
+        equal = [golden["name"] for golden in drift["goldens"] if golden["outcome"] == "same"]
+        others = f"; bit for bit: {', '.join(equal)}" if equal else ""
+        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}{others}"
     same = sum(golden["counts"]["same"] for golden in drift["goldens"])
-    return "works", f"{drift['checks']['total']} checks as before" + (f", {same} probes bit for bit" if same else "")
+    counts = drift["checks"]["counts"]
+    mended = f", {counts['mended']} hold now" if counts.get("mended") else ""
+    return "works", f"{counts.get('same', 0)} checks as before{mended}" + (f", {same} probes bit for bit" if same else ", no probe was compared")
 
 
 def _say(probe: Mapping[str, Any]) -> str:
@@ -310,4 +327,7 @@ def _say(probe: Mapping[str, Any]) -> str:
     text += (
         f", {probe['ratio']:.2g} of its tolerance" if probe.get("ratio") is not None else ", and was the same in every run" if probe["error"] else ""
     )
-    return text + (f"; the weakest known fault here is {probe['to_weakest']:.2g} times that" if probe.get("to_weakest") else "")
+    if not probe.get("to_weakest"):
+        return text
+    blind = probe["outcome"] == "drifted" and probe["to_weakest"] <= 1
+    return f"{text}; the weakest known fault here is {probe['to_weakest']:.2g} times that" + (", so this probe cannot tell the two apart" * blind)

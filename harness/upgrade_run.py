@@ -18,11 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loudfail.harness.environments import Environment, child
+from loudfail.harness import environment as machine
+from loudfail.harness.environments import Environment, child, locked
 from loudfail.harness.record import write_json
 
 Say = Callable[[str], None]
-COMMAND = ("-m", "loudfail.harness.cli")
+#: The command line, which ends with the process that started it, however that ends (`prctl(2)`, PR_SET_PDEATHSIG = 1).
+COMMAND = (
+    "-c",
+    "import ctypes, signal, sys\n"
+    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))\n"
+    "from loudfail.harness.cli import command; command()",
+)
 #: Packages whose files decide what a run gives, goldens among them.
 SOURCES = ("loudfail.harness", "loudfail.invariants", "loudfail.golden")
 #: Modules of these names compare and show what was run.
@@ -32,8 +39,8 @@ TIMEOUT = 1800.0
 REASON = "what the port computes before an upgrade"
 
 
-class SourcesChanged(Exception):
-    """The suite or the port was edited during a run."""
+class Void(Exception):
+    """What ran says nothing about an upgrade: suite or port were edited meanwhile, or other versions ran than those that were to."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,9 @@ class Question:
     golden: tuple[str, ...] = ()
 
     def key(self, environment: Environment) -> str:
-        """Identity of a run: environment, sources of suite and port, arguments, threads."""
-        parts = [environment.key, sources(self.port), self.port, *self.gate, "", *self.golden, "", os.environ.get("OMP_NUM_THREADS", "1")]
+        """Identity of a run: environment, sources of suite and port, arguments, threads, and the processor, whose rounding is its own."""
+        numbers = [os.environ.get("OMP_NUM_THREADS", "1"), os.environ.get("ATEN_CPU_CAPABILITY", ""), str(machine.describe("cpu")["cpu"])]
+        parts = [environment.key, sources(self.port), self.port, *self.gate, "", *self.golden, "", *numbers]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -104,19 +112,25 @@ def measure(question: Question, environment: Environment, cache: Path, *, fresh:
         ``goldens``: list of verifications or None, with ``goldens_error`` likewise; ``seconds``: of each.
 
     Raises:
-        SourcesChanged: suite or port were edited meanwhile.
+        Void: see there.
     """
     folder = cache / f"run-{question.key(environment)}"
-    done, at_start = folder / "run.json", sources(question.port)
-    if done.exists() and not fresh:
-        say(f"{name}: was run before with these versions and sources")
-        return dict(json.loads(done.read_text(encoding="utf-8")))
+    with locked(folder, lambda text: say(f"{name}: {text}")):
+        if (known := _load(folder / "run.json")) and not fresh:
+            say(f"{name}: was run before with these versions and sources")
+            return known
+        return _measure(question, environment, folder, name, say)
+
+
+def _measure(question: Question, environment: Environment, folder: Path, name: str, say: Say) -> dict[str, Any]:
+    at_start = sources(question.port)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    record: dict[str, Any] = {"key": environment.key, "packages": _stack(environment), "seconds": {}}
+    record: dict[str, Any] = {"key": environment.key, "packages": stack(environment), "seconds": {}}
 
     out = folder / "gate"
     code, seconds, log = _call(environment, ["gate", question.port, *question.gate, "--out", str(out)], folder / "gate.log", f"{name}: gate", say)
+    codes = [code]
     record["seconds"]["gate"] = seconds
     record["gate"] = _load(out / "report.json")
     record["gate_error"] = "" if record["gate"] else _tail(log, code)
@@ -124,14 +138,23 @@ def measure(question: Question, environment: Environment, cache: Path, *, fresh:
 
     arguments = ["golden", "verify", question.port, "--json", *question.golden]
     code, seconds, log = _call(environment, arguments, folder / "goldens.log", f"{name}: goldens", say, output=folder / "goldens.json")
+    codes.append(code)
     record["seconds"]["goldens"] = seconds
     found = _load(folder / "goldens.json")
     record["goldens"] = found.get("goldens") if found else None
     record["goldens_error"] = "" if found else _tail(log, code)
     if sources(question.port) != at_start:
-        raise SourcesChanged("Loudfail's or the port's files were edited while this ran; what differs would not be the upgrade's. Run it again")
-    write_json(done, record)  # last: a run without it was interrupted and is run again
+        raise Void("Loudfail's or the port's files were edited while this ran; what differs would not be the upgrade's. Run it again")
+    # Last: a run without it was interrupted and is run again. So is one that was ended from outside, or in which nothing holds, by what may be the
+    # machine's fault and mended meanwhile.
+    if all(ended is not None and ended >= 0 for ended in codes) and holds_anything(record):
+        write_json(folder / "run.json", record)
     return record
+
+
+def holds_anything(run: Mapping[str, Any]) -> bool:
+    """Whether any check of a run holds. Two runs in which none does agree, and that says nothing."""
+    return any(result["status"] == "holds" for result in (run.get("gate") or {}).get("results") or [])
 
 
 def has_goldens(run: Mapping[str, Any]) -> bool:
@@ -145,30 +168,29 @@ def record_goldens(question: Question, environment: Environment, folder: Path, *
     Returns:
         Empty, or why the port does not allow it.
     """
-    if (folder / "complete").exists():
+    with locked(folder, say):
+        if (folder / "complete").exists():
+            return ""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        arguments = ["golden", "record", question.port, "--folder", str(folder), "--reason", REASON, "--allow-dirty", ".", *question.golden]
+        code, _, log = _call(environment, arguments, folder / "record.log", "recording goldens before the upgrade", say)
+        if code != 0:
+            return _tail(log, code).splitlines()[-1]
+        (folder / "complete").touch()
         return ""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    arguments = ["golden", "record", question.port, "--folder", str(folder), "--reason", REASON, "--allow-dirty", ".", *question.golden]
-    code, _, log = _call(environment, arguments, folder / "record.log", "recording goldens before the upgrade", say)
-    if code:
-        return _tail(log, code).splitlines()[-1]
-    (folder / "complete").touch()
-    return ""
 
 
 def _see_versions(gate: Mapping[str, Any] | None, environment: Environment) -> None:
     """See that a gate ran with the versions that its environment is said to have; nothing that it says is worth anything otherwise."""
     for name, version in ((gate or {}).get("environment", {}).get("packages") or {}).items():
         if environment.versions.get(name) != version:
-            raise RuntimeError(f"the gate ran with {name} {version}, not {environment.versions.get(name)}; is PYTHONPATH or a .pth file in the way?")
+            raise Void(f"the gate ran with {name} {version}, not {environment.versions.get(name)}; is PYTHONPATH or a .pth file in the way?")
 
 
-def _stack(environment: Environment) -> dict[str, str]:
+def stack(environment: Environment) -> dict[str, str]:
     """Versions of what decides a result."""
-    from loudfail.harness.environment import ALSO, PACKAGES
-
-    return {name: environment.versions[name] for name in (*PACKAGES, *ALSO) if name in environment.versions}
+    return {name: environment.versions[name] for name in (*machine.PACKAGES, *machine.ALSO) if name in environment.versions}
 
 
 def _call(
@@ -198,6 +220,7 @@ def _call(
 
 
 def _load(path: Path) -> dict[str, Any] | None:
+    """A record; None if it is not there or not complete."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -211,5 +234,16 @@ def _last(path: Path) -> str:
 
 
 def _tail(path: Path, code: int | None) -> str:
-    said = "\n".join(path.read_text(errors="replace").strip().splitlines()[-40:])
-    return f"{said}\n(given up after {TIMEOUT:.0f} s)" if code is None else said or f"exit code {code}, and nothing was said"
+    """The end of what a process said, from a crash of the interpreter on if there was one, and how it ended."""
+    lines = path.read_text(errors="replace").strip().splitlines()
+    crash = next((place for place, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    said = lines[-40:] if crash is None else lines[crash : crash + 40]
+    if code is None:
+        ended = f"given up after {TIMEOUT:.0f} s"
+    elif code < 0:
+        ended = f"ended by {signal.Signals(-code).name}" + (", which the system sends where memory runs out" if code == -signal.SIGKILL else "")
+    elif code == 0 or not said:
+        ended = f"ended with exit code {code} and left no record"
+    else:
+        return "\n".join(said)
+    return "\n".join([*said, ended])

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +128,9 @@ DOCTORED: dict[str, tuple[tuple[tuple[str, str], ...], str, str]] = {
     "dtype": ((("linspace(1.0, 0.0, calls + 1)", "linspace(1.0, 0.0, calls + 1, dtype=torch.float64)"),), "breaks", "float64"),
     "layer": ((("self.up, self.down", "self.lift, self.down"),), "breaks", "AttributeError: 'Net' object has no attribute 'up'"),
     "signature": ((("def activate(self, x)", "def activate(self, x, scale)"),), "breaks", "TypeError"),
+    "batch": ((("torch.tanh(x)", "torch.tanh(x) * (1 if len(x) < 2 else 1.001)"),), "changed", "samples_of_a_batch"),
+    "talkative": ((("return torch.tanh(x)", "print('{deprecated}'); return torch.tanh(x)"),), "works", "bit for bit"),
+    "crash": ((("return torch.tanh(x)", "import os; os.abort()"),), "breaks", "Aborted (toystack.py:17, in activate)"),
     "moved": ((("def grid(", "def make_grid("),), "breaks", "ImportError: cannot import name 'grid' from 'toystack'"),
 }
 
@@ -207,6 +214,152 @@ def test_a_port_that_does_not_work_before_is_not_compared(drift: Mapping[str, An
         drift["folder"], "--with", next((drift["folder"] / "wheels").glob("*+sign-*")), "--out", "broken", "-k", SOME, port="toybroken:Broken"
     )
     assert done.returncode == 4 and "no check holds before the upgrade" in done.stderr
+    kept = [json.loads(path.read_text()) for path in (drift["folder"] / "cache").glob("run-*/run.json")]
+    assert kept and all(map(upgrade_run.holds_anything, kept))  # so that it is tried again once its cause is mended
+
+
+def test_a_name_that_no_index_has_is_told_before_anything_runs(tmp_path: Path) -> None:
+    installed_base(tmp_path)
+    done = command(tmp_path, "--with", "toystacc==2.0")
+    assert done.returncode == 4 and "toystacc==2.0: no index has such a package" in done.stderr, done.stdout + done.stderr
+    assert not [*(tmp_path / "cache").glob("run-*")]
+
+
+def test_ctrl_c_ends_everything_and_the_same_command_goes_on(drift: Mapping[str, Any]) -> None:
+    folder = drift["folder"]
+    path = wheel(folder / "wheels", "2.0")
+    searched = [str(folder / "base"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    where = os.environ | {"PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1"}
+    line = [sys.executable, "-m", "loudfail.harness.cli", "upgrade", "toyupgrade:Stacked", "--envs", str(folder / "cache"), "--with", str(path)]
+    before = {*(folder / "cache").glob("run-*/gate.log")}
+    started = subprocess.Popen(
+        [*line, "-k", SOME, "--out", "interrupted"], cwd=folder, env=where, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while {*(folder / "cache").glob("run-*/gate.log")} == before and started.poll() is None:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    said = started.communicate(timeout=60)[1]
+    assert started.returncode == 2 and said.splitlines()[-1] == "loudfail: interrupted" and "Traceback" not in said
+    done = command(folder, "--with", path, "-k", SOME, "--out", "interrupted")
+    assert done.returncode == 0 and "toystack 1.0 → 2.0: works" in done.stdout, done.stdout + done.stderr
+    assert "before: was run before" in done.stderr or "before: gate" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- environments and their cache
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> environments.Plan:
+    path = wheel(tmp_path / "wheels", "2.0")
+    return environments.Plan([environments.Move("toystack", "1.0", "2.0", "requested")], [str(path)], [], {"toystack": "2.0"})
+
+
+def say_nothing(text: str) -> None: ...
+
+
+@pytest.mark.parametrize("damage", ["record", "truncated", "interpreter", "file", "other"])
+def test_a_broken_environment_is_made_again(tmp_path: Path, wanted: environments.Plan, damage: str) -> None:
+    made = environments.build(wanted, tmp_path / "cache", say=say_nothing)
+    folder = made.python.parent.parent
+    module = next(folder.glob("lib/python*/site-packages/toystack.py"))
+    match damage:
+        case "record":
+            (folder / environments.RECORD).unlink()
+        case "truncated":
+            (folder / environments.RECORD).write_text('{"bytes": 1')
+        case "interpreter":
+            made.python.unlink()
+        case "file":
+            module.unlink()
+        case "other":
+            (folder / environments.RECORD).write_text("[]")
+    again = environments.build(wanted, tmp_path / "cache", say=say_nothing)
+    assert again == made and module.exists()
+    said = subprocess.run([again.python, "-c", "import toystack; print(toystack.__file__)"], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(module)
+
+
+def test_an_environment_that_is_whole_is_not_made_again(tmp_path: Path, wanted: environments.Plan) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        environments.build(wanted, tmp_path / "cache", say=said.append)
+    assert "is there already" in said[-1]
+
+
+def test_an_import_hook_that_hides_what_was_installed_is_told(tmp_path: Path, wanted: environments.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some editable installations come before every folder; gate and goldens would then compare the present environment with itself."""
+    base = tmp_path / "base"
+    installed_base(tmp_path)
+    (base / "hook.py").write_text(
+        "import sys\nfrom importlib.machinery import PathFinder\n\nclass Hook:\n    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(base)!r}]) if name == 'toystack' else None\n\nsys.meta_path.insert(0, Hook)\n"
+    )
+    (base / "hook.pth").write_text("import hook\n")
+    monkeypatch.setenv("PYTHONPATH", str(base))
+    with pytest.raises(environments.InstallFailed, match=r"toystack is imported from .*base/toystack.py, not from what was installed"):
+        environments.build(wanted, tmp_path / "cache", say=say_nothing)
+    assert not [*(tmp_path / "cache").glob("env-*")]
+
+
+def test_what_cannot_be_installed_says_why_and_leaves_nothing(tmp_path: Path, wanted: environments.Plan) -> None:
+    Path(wanted.installs[0]).write_text("no wheel")
+    with pytest.raises(environments.InstallFailed, match="toystack"):
+        environments.build(wanted, tmp_path / "cache", say=say_nothing)
+    assert not [*(tmp_path / "cache").glob("env-*")]
+
+
+def test_one_process_at_a_time_makes_a_folder(tmp_path: Path) -> None:
+    said, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with environments.locked(tmp_path / "env-x", lambda text: said.set()):
+            done.set()
+
+    with environments.locked(tmp_path / "env-x", say_nothing):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert said.wait(10) and not done.is_set()
+    thread.join(10)
+    assert done.is_set()
+
+
+def test_a_run_ends_with_the_process_that_started_it() -> None:
+    begin = upgrade_run.COMMAND[1].partition("from loudfail")[0]
+    child = f"{begin}import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    assert int(parent.stdout.readline())
+    started = time.monotonic()
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == "" and time.monotonic() - started < 30  # comes back when nobody can write to it any more
+
+
+NONE = "ERROR: Could not find a version that satisfies the requirement a==9 (from versions: {})\nERROR: No matching distribution found for a==9\n"
+REFUSED = "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError: Connection refused': /simple/a/\n"
+CONSTRAINED = (
+    "ERROR: Cannot install a==9 because these package versions have conflicting dependencies.\nERROR: ResolutionImpossible: for help visit x\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "says"),
+    [
+        (NONE.format("none"), environments.NoSuchPackage, "no index has such a package"),
+        (NONE.format("1.0, 1.1, 2.0, 2.1"), Conflict, "the newest that fit here are 1.1, 2.0, 2.1"),
+        (REFUSED + NONE.format("none"), environments.IndexUnreachable, "does not answer; see PIP_INDEX_URL.*Connection refused"),
+        ("ERROR: Ignored the following versions that require a different python version: 9\n" + NONE.format("none"), Conflict, "is for Python 3"),
+        (CONSTRAINED, Conflict, "a constraint in pip's settings"),
+        ("ERROR: Invalid wheel\n", Conflict, "a==9: Invalid wheel"),
+        ("", Conflict, "pip finds nothing"),
+    ],
+)
+def test_why_pip_has_nothing_is_told_apart(said: str, kind: type[Exception], says: str) -> None:
+    found = environments._not_found("a==9", said)
+    assert type(found) is kind and re.search(says, str(found)), found
 
 
 def test_a_conflict_runs_nothing_and_is_a_failure(drift: Mapping[str, Any]) -> None:
@@ -310,6 +463,55 @@ def test_a_probe_that_is_missing_has_changed() -> None:
     assert drift["verdict"] == "changed" and "actor.z" in drift["first"]
 
 
+def test_a_golden_that_was_not_compared_is_no_golden_that_is_the_same() -> None:
+    before = run_record(goldens=[golden(probe()) | {"name": "toy/a"}, golden(probe()) | {"name": "toy/b"}])
+    drift = upgrade_drift.compare(before, run_record(goldens=[golden(probe()) | {"name": "toy/a"}]))
+    assert drift["verdict"] == "changed" and "toy/b: was not compared" in drift["first"]
+    other = {"name": "toy/b", "outcome": "changed", "probes": [], "message": "toy/b was recorded for another case: seed differ"}
+    drift = upgrade_drift.compare(before, run_record(goldens=[golden(probe()) | {"name": "toy/a"}, other]))
+    assert drift["verdict"] == "changed" and "recorded for another case" in drift["first"]
+
+
+def test_a_seam_that_is_gone_breaks_and_one_that_never_was_does_not() -> None:
+    drift = upgrade_drift.compare(run_record(), with_result(0, status="uncovered", message="no seam"))
+    assert (drift["verdict"], drift["checks"]["rows"][0]["kind"]) == ("breaks", "unavailable")
+    assert upgrade_drift.compare(run_record(), with_result(2, status="unavailable"))["verdict"] == "works"
+
+
+def test_what_holds_now_is_not_counted_as_before() -> None:
+    drift = upgrade_drift.compare(with_result(0, status="violated"), run_record())
+    assert drift["verdict"] == "works" and drift["first"].startswith("2 checks as before, 1 hold now")
+
+
+def test_drift_that_a_known_fault_makes_too_is_said_to_be_ambiguous() -> None:
+    before = run_record(goldens=[golden(probe()) | {"name": "toy/a"}, golden(probe()) | {"name": "toy/b"}])
+    moved_probe = probe(outcome="drifted", error=5e-2, tolerance=1e-1, now="b")
+    drift = upgrade_drift.compare(before, run_record(goldens=[golden(moved_probe) | {"name": "toy/a"}, golden(probe()) | {"name": "toy/b"}]))
+    assert drift["verdict"] == "drifted" and "cannot tell the two apart" in drift["first"] and drift["first"].endswith("bit for bit: toy/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "/x/threading.py", line 3 in wait\n\n'
+            'Current thread 0x2 (most recent call first):\n  File "/e/site-packages/m/act.py", line 17 in act\n\nended by SIGSEGV',
+            "Segmentation fault (m/act.py:17, in act)",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "/e/site-packages/m/load.py", line 9, in load\n'
+            "RuntimeError: Error(s) in loading state_dict for M:\n"
+            '\tMissing key(s) in state_dict: "q_norm.weight".\n',
+            'RuntimeError: Error(s) in loading state_dict for M: Missing key(s) in state_dict: "q_norm.weight". (m/load.py:9, in load)',
+        ),
+        ("a header\nended with exit code 0 and left no record", "a header; ended with exit code 0 and left no record"),
+    ],
+)
+def test_what_ended_a_run_is_named(text: str, says: str) -> None:
+    drift = upgrade_drift.compare(run_record(), run_record(gate=None, gate_error=text))
+    assert drift["verdict"] == "breaks" and says in drift["first"], drift["first"]
+
+
 # ------------------------------------------------------------------------------------------------------------------------- command and files
 
 
@@ -321,6 +523,8 @@ def test_a_probe_that_is_missing_has_changed() -> None:
         ('[[upgrade]]\nwith = "a==1"\nexpect = "fine"\n', "'fine' is none of works, drifted"),
         ('[[upgrade]]\nwith = "a==1"\nexpect = "breaks"\n', "needs a reason"),
         ('[[upgrade]]\nwith = "a==1"\nwiht = "b"\n', "'wiht' is none of"),
+        ('[[upgrade]]\nwith = "a==1"\noverride = "no"\n', "override = 'no' is neither"),
+        ('upgrade = ["a==1"]\n', "wants a table"),
         ("[[upgrade", "matrix.toml"),
     ],
 )
@@ -330,7 +534,16 @@ def test_a_matrix_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says
         upgrade.read_matrix(tmp_path / "matrix.toml")
 
 
-@pytest.mark.parametrize(("request_text", "says"), [("peft=0.20", "is no requirement"), ("gone/peft.whl", "no such file"), ("", "is no requirement")])
+@pytest.mark.parametrize(
+    ("request_text", "says"),
+    [
+        ("peft=0.20", "is no requirement"),
+        ("gone/peft.whl", "no such file"),
+        ("", "is no requirement"),
+        (f"{HERE}/", "is a folder; make a wheel"),
+        ("peft @ https://example.org/peft.whl", "is an address"),
+    ],
+)
 def test_what_no_installer_takes_is_refused_before_anything_runs(request_text: str, says: str) -> None:
     with pytest.raises(UsageProblem, match=says):
         upgrade._requests(argparse.Namespace(packages=[request_text], override=False, matrix=None))
