@@ -187,13 +187,9 @@ def _of_factors(trial: Trial, here: Layers, wrong: Sequence[str], when: str) -> 
     error = assigned()
     some = next(((n, q) for n, q in taken.items() if n != q), ("", ""))
     yield Mistake("another projection's adapter", f"{len(wrong)} projections act with another's adapter, {some[0]} with {some[1]}'s", lambda: error)
-    for which, turned in (("A", True), ("B", False)):
-        what = f"{which} of {where} is read with its axes exchanged{when}"
-        yield Mistake(
-            "LoRA factor transposed",
-            what,
-            made(lambda n, a, b, t=turned: scale * ((b if t else _turned(b)) @ ((_turned(a) if t else a) @ here.inputs(n)))),
-        )  # type: ignore[misc]
+    transposed = f"of {where} is read with its axes exchanged{when}"
+    yield Mistake("LoRA factor transposed", f"A {transposed}", made(lambda n, a, b: scale * (b @ (_turned(a) @ here.inputs(n)))))
+    yield Mistake("LoRA factor transposed", f"B {transposed}", made(lambda n, a, b: scale * (_turned(b) @ (a @ here.inputs(n)))))
     reverse = made(lambda n, a, b: scale * (b.flip(1) @ (a @ here.inputs(n))))
     yield Mistake("ranks permuted", f"in {where} the ranks of A and B are paired in reverse", reverse)
 

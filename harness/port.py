@@ -215,7 +215,8 @@ class Arrival(Protocol):
     Attributes:
         at: the module or function, such as ``ClapModel.audio_model``.
         name: the argument.
-        value: a copy; a tensor, or a list of waveforms ``(samples,)``.
+        value: a copy; a tensor, or a list of waveforms ``(samples,)``. A tensor with a rate is a waveform, or a batch of them; token ids are integers
+            ``(batch, tokens)``, one arrival a batch.
         rate: the sample rate in Hz that the callee was told; None where it is told none.
     """
 

@@ -162,8 +162,8 @@ def _check_packing(port: Port, case: Case, latents: Mapping[str, Any], sigmas: M
             _need(len(set(lengths.values())) == 1, f"observe(): the columns of a RowTable differ in length: {lengths}")
             for modality in port.modalities:
                 _need(modality in table.values, f"observe(): RowTable.values lacks {modality}")
-                rows, meant = len(table.values[modality]), table.modality.count(modality)
-                _need(rows == meant, f"observe(): RowTable.values[{modality!r}] has {rows} rows, RowTable.modality {meant}, given ones counted")
+                has, meant = len(table.values[modality]), table.modality.count(modality)
+                _need(has == meant, f"observe(): RowTable.values[{modality!r}] has {has} rows, RowTable.modality {meant}, given ones counted")
 
 
 def _check_vendor(port: Port, latents: Mapping[str, Any], conditions: Sequence[Conditions]) -> None:

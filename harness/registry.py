@@ -235,8 +235,8 @@ def find_port(name: str) -> type:
             raise UnknownId(f"no port {name!r}: a port of your own is package.module:Class, without .py, from the folder that holds it")
         raise nearest(name, ports(), "port")
     if module_name.endswith(".py") or "/" in module_name:
-        module = Path(module_name).name.removesuffix(".py")
-        raise UnknownId(f"no port {name!r}: name the module, {module}:{class_name}, from the folder that holds it")
+        plain = Path(module_name).name.removesuffix(".py")
+        raise UnknownId(f"no port {name!r}: name the module, {plain}:{class_name}, from the folder that holds it")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
