@@ -14,7 +14,7 @@ import pytest
 import torch
 from oddport import OddPort
 
-from loudfail.harness import causes_velocity, diagnose, registry, report, runner
+from loudfail.harness import causes_rewards, causes_velocity, diagnose, registry, report, runner
 from loudfail.harness.case import Case
 from loudfail.harness.diagnose import EXPERIMENTS, Diagnosis, Mistake, OutOfTime, Trial
 from loudfail.harness.progress import failure_text
@@ -130,6 +130,17 @@ def test_an_output_that_is_taken_for_something_else(wrong: Any, cause: str, text
 
     found = run(VELOCITY, Mistaken()).diagnosis
     assert found is not None and found["cause"] == cause and f"{text}" in found["text"] and "depth" in found["text"], found
+
+
+def test_advantages_of_other_samples_are_told_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = OddPort()
+    update = port.update()
+    right = update.advantages
+    monkeypatch.setattr(port, "update", lambda: update)
+    for move, text in ((lambda x: x.roll(2), "the one 2 before it"), (lambda x: x[[3, 0, 1, 2, 8, 4, 7, 5, 6]], "of other samples")):
+        monkeypatch.setattr(update, "advantages", lambda *a, move=move: move(right(*a)))
+        found = causes_rewards.advantages(Trial(port, 1, time.perf_counter() + 30))
+        assert found is not None and found.cause == "advantages in another order" and text in found.text, found
 
 
 def test_a_level_in_another_unit_is_read_off_the_input() -> None:
