@@ -187,6 +187,9 @@ def _of_factors(trial: Trial, here: Layers, wrong: Sequence[str], when: str) -> 
     error = assigned()
     some = next(((n, q) for n, q in taken.items() if n != q), ("", ""))
     yield Mistake("another projection's adapter", f"{len(wrong)} projections act with another's adapter, {some[0]} with {some[1]}'s", lambda: error)
+    transposed = f"of {where} is read with its axes exchanged{when}"
+    yield Mistake("LoRA factor transposed", f"A {transposed}", made(lambda n, a, b: scale * (b @ (_turned(a) @ here.inputs(n)))))
+    yield Mistake("LoRA factor transposed", f"B {transposed}", made(lambda n, a, b: scale * (_turned(b) @ (a @ here.inputs(n)))))
     reverse = made(lambda n, a, b: scale * (b.flip(1) @ (a @ here.inputs(n))))
     yield Mistake("ranks permuted", f"in {where} the ranks of A and B are paired in reverse", reverse)
 
@@ -214,6 +217,11 @@ def _of_factors(trial: Trial, here: Layers, wrong: Sequence[str], when: str) -> 
         for row in range(tp):
             text = f"{where} adds the part of rank {row} only: the ranks' parts are not summed"
             yield Mistake("one rank's part", text, lambda row=row: here.error(lambda n: _part(here, n, row, tp), wrong))  # type: ignore[misc]
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of a matrix read column by column, in the shape that it has."""
+    return x.reshape(x.T.shape).T if x.ndim == 2 else x
 
 
 def swap_halves(x: torch.Tensor) -> torch.Tensor:
@@ -410,6 +418,19 @@ def base_weights(trial: Trial) -> Diagnosis | None:
                 yield Mistake("first rank's rows everywhere", text, rows(lambda x: torch.cat([x[: len(x) // trial.degree]] * trial.degree)))
             yield Mistake("rounded to bfloat16", f"{where} is rounded to bfloat16", rows(lambda x: x.bfloat16().float()))
             yield Mistake("base weights flipped", f"{where} has the other sign", rows(torch.neg))
+            square = [n for n in wrong if n in state and state[n].ndim == 2 and state[n].shape[0] == state[n].shape[1]]
+            if len(square) == len([n for n in wrong if want[n].ndim == 2]):
+                inputs = {n: probe(state[n].shape[1], 8, SEED).T for n in square}
+                text = f"{', '.join(square[:4])} acts transposed in the rollout"
+                yield Mistake(
+                    "base weights transposed", text, lambda: max(relative_error(got[n], state[n].float().T @ inputs[n], want[n]) for n in square)
+                )
+            taken = {n: _elsewhere(got[n], n, want) for n in wrong}
+            names = {n: source for n, (source, _) in taken.items() if source}
+            one, source = next(iter(names.items()), ("", ""))
+            text = f"{len(names)} parameters are filled from others: rows of {source} stand in {one}"
+            kind = "fused rows cut as one block" if trial.degree > 1 and any(own for _, own in taken.values()) else "another parameter's weights"
+            yield Mistake(kind, text, lambda: 0.0 if len(names) == len(wrong) else math.inf)
 
         return trial.first(mistakes(), 2e-6 if port.dtype == "float32" else 2e-2, max(relative_error(got[n], want[n]) for n in wrong))
     changed = {name: value * 1.25 if value.ndim == 2 else value for name, value in state.items()}
@@ -420,6 +441,21 @@ def base_weights(trial: Trial) -> Diagnosis | None:
     finally:
         engine.load_base(state)
     return None
+
+
+def _elsewhere(got: torch.Tensor, name: str, want: State) -> tuple[str, bool]:
+    """The other parameter whose rows are found here, empty unless every row is a row of some parameter; and whether some rows are right."""
+    sources: dict[str, int] = {}
+    mates = {n: v.double() for n, v in want.items() if v.ndim == got.ndim and v.shape[1:] == got.shape[1:]}
+    for row in got.double():
+        size = float(row.norm()) or 1.0
+        off = {n: float((v - row).reshape(len(v), -1).norm(dim=1).min()) / size for n, v in mates.items()}
+        nearest = name if off[name] <= 1e-5 else min(off, key=lambda n: off[n])
+        if off[nearest] > 1e-5:
+            return "", False
+        sources[nearest] = sources.get(nearest, 0) + 1
+    others = {n: count for n, count in sources.items() if n != name}
+    return (max(others, key=lambda n: others[n]) if others else ""), name in sources
 
 
 # -- the actor's own adapter ------------------------------------------------------------------------------------------------------------------------

@@ -282,6 +282,13 @@ def advantages(trial: Trial) -> Diagnosis | None:
                     for k in blocks
                 ),
                 Mistake("advantages in another order", "advantages come back sorted by draw", off(want[order])),
+                *(
+                    Mistake("advantages in another order", f"each sample has the advantage of the one {k} before it", off(want.roll(k)))
+                    for k in range(1, len(draws))
+                ),
+                Mistake(
+                    "advantages in another order", "the right advantages, of other samples", lambda: relative_error(got.sort()[0], want.sort()[0])
+                ),
                 Mistake("spread left out", "deviations are divided by nothing", off(_advantages(values, draws, "none"))),
                 Mistake("spread unbiased", "divided by the standard deviation with K − 1", off(_advantages(values, draws, "unbiased"))),
                 Mistake("spread of the batch", "divided by the batch's spread, not the group's", off(_advantages(values, draws, over=everything))),

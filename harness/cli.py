@@ -30,6 +30,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: error: {message}\n")
 
 
+K_HELP = """run only checks whose id or seam matches, as pytest's -k: `objective::` is that link, `objective` all that needs that seam too;
+the certificate is then not complete"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="loudfail", description=DESCRIPTION, epilog="Exit codes: 0 holds, 1 violated, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran."
@@ -40,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     gate = verbs.add_parser("gate", help="check a port, and certify it", description="Run every invariant on a port. Writes records with --out.")
     gate.add_argument("port", metavar="PORT", help=PORT_HELP)
     opts.add_options(gate, opts.PORT_OPTIONS, opts.RUN_OPTIONS)
-    gate.add_argument("-k", metavar="EXPRESSION", help="run only checks whose id matches, as pytest's -k; the certificate is then not complete")
+    gate.add_argument("-k", metavar="EXPRESSION", help=K_HELP)
     gate.add_argument("-n", metavar="N", type=int, help="spread over N processes, 0 for this one alone (default: up to 4, by processors)")
     gate.set_defaults(act=_gate)
 

@@ -169,8 +169,11 @@ class Gate:
     def facts(self) -> dict[str, Any]:
         """What only the process that holds the port knows."""
         found: dict[str, Any] = {"classes": [], "fingerprint": None, "layout": [], "seams": portcheck.missing_methods(self.cls)}
+        problems = portcheck.misspelt_methods(self.cls)
         if all(found["seams"][seam] for seam in ORACLES):
-            found["problems"] = [UNPROVEN]
+            problems.append(UNPROVEN)
+        if problems:
+            found["problems"] = problems
         if self.port is None or self._problem is not None or not self._checked:
             return found
         for key, read in (("classes", self.port.classes), ("fingerprint", self._fingerprint), ("layout", self._layout)):

@@ -120,7 +120,8 @@ class RowTable:
         sigma: the noise level that the model is told for each row, in this convention; NaN where it is told none.
         position: rotary or positional coordinates, ``(rows, axes)``, time first.
         values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
-        output: modality → the raw output rows of the model for the same rows, without the port's sign; gradients are retained if they are on.
+        output: modality → the raw output rows of the model for the same rows, without the port's sign; gradients are retained if they are on. Of
+            the generated rows alone where the model has no output for given ones.
     """
 
     modality: tuple[str, ...]
@@ -168,7 +169,8 @@ class Rollout(Protocol):
 
     def base_response(self, count: int, seed: int) -> dict[str, torch.Tensor]:
         """What the engine's base weights do, under the *actor's* parameter names: for each linear ``W @ x`` ``(out, count)`` on the seeded inputs of
-        `probe`, reassembled over ranks; every other parameter as it is; and the buffers that the engine computes itself under ``buffer:<name>``."""
+        `probe`, reassembled over ranks, and so for every other matrix, such as the table of an embedding; every other parameter as it is; and the
+        buffers that the engine computes itself under ``buffer:<name>``."""
 
     def set_adapter(self, state: Mapping[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
         """Hand an adapter over in memory under a new version, replacing the active one.
@@ -213,7 +215,8 @@ class Arrival(Protocol):
     Attributes:
         at: the module or function, such as ``ClapModel.audio_model``.
         name: the argument.
-        value: a copy; a tensor, or a list of waveforms ``(samples,)``.
+        value: a copy; a tensor, or a list of waveforms ``(samples,)``. A tensor with a rate is a waveform, or a batch of them; token ids are integers
+            ``(batch, tokens)``, one arrival a batch.
         rate: the sample rate in Hz that the callee was told; None where it is told none.
     """
 
@@ -550,6 +553,7 @@ class Port:
         raise NotImplementedError
 
     def adapter_names(self) -> list[str]:
+        """The adapters that are there. ``default`` is from the start, in use and the only one that trains."""
         raise NotImplementedError
 
     def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
@@ -573,7 +577,8 @@ class Port:
         raise NotImplementedError
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that require a gradient, by name."""
+        """Parameters that require a gradient, by name: ``<projection>.lora_A.<adapter>.weight`` and ``….lora_B.…`` for the factors of an adapter,
+        whatever the actor calls them; anything else by its own name."""
         raise NotImplementedError
 
     def base_state(self) -> dict[str, torch.Tensor]:
@@ -619,7 +624,8 @@ class Port:
 
     # -- media, reward -----------------------------------------------------------------------------------------------------------------------
     def decode(self, latents: Latents) -> Any:
-        """Clean latents → media with rates and layout: one item a sample, with an attribute for each modality (`loudfail.harness.media`)."""
+        """Clean latents → media with rates and layout: one item a sample, a dataclass with a `Video` or `Audio` of `loudfail.harness.media` for each
+        modality, under its name."""
         raise NotImplementedError
 
     def reward(self) -> Reward:

@@ -6,9 +6,11 @@ it fails nothing else is run, since one broken primitive would fail in sixty pla
 
 from __future__ import annotations
 
+import difflib
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from typing import Any
 
 from loudfail.harness.case import Case, smallest
@@ -16,6 +18,7 @@ from loudfail.harness.port import SEAMS, Conditions, Port, Rollout, RowTable, Tr
 from loudfail.harness.violation import Unavailable, show
 
 CALLS = 2
+PROBES = 3
 
 
 class PortProblem(Exception):
@@ -32,6 +35,14 @@ def missing_methods(port: Port | type[Port]) -> dict[str, list[str]]:
     """Seam → the methods that the port would have to add to offer it; empty for a seam that it offers."""
     cls = port if isinstance(port, type) else type(port)
     return {seam: [m for m in methods if getattr(cls, m, None) is getattr(Port, m, None)] for seam, methods in SEAMS.items()}
+
+
+def misspelt_methods(cls: type[Port]) -> list[str]:
+    """What a port defines that no port has, and is spelt almost like a method that it lacks: a sentence each."""
+    own = {name for one in cls.__mro__ if one not in Port.__mro__ for name, value in vars(one).items() if callable(value)} - set(dir(Port))
+    lacking = dict.fromkeys(m for methods in missing_methods(cls).values() for m in methods)
+    close = {method: difflib.get_close_matches(method, own, n=1, cutoff=0.85) for method in lacking}
+    return [f"{cls.__name__} has {near[0]}, which no check calls, and lacks {method}" for method, near in close.items() if near]
 
 
 def check_port(port: Port) -> None:
@@ -115,6 +126,14 @@ def check_engine(port: Port, degree: int) -> None:
         with _calling(f"engine({degree}).set_adapter"):
             report = engine.set_adapter(random_adapter(port, port.adapter, 1), port.adapter, 1)
             _need(report.version == 1, f"engine({degree}).set_adapter(version=1) reports version {report.version}")
+        added: Mapping[str, Any] = {}
+        with suppress(Exception):  # an adapter that arrived in part may break it: the checks that ask it say so, the others still run
+            added = engine.delta_response(PROBES, 1)
+        with _calling(f"engine({degree}).delta_response"):
+            for name, value in added.items():
+                want = (port.projections().get(name, value.shape)[0], PROBES)
+                what = f"engine({degree}).delta_response()[{name!r}]"
+                _need(tuple(value.shape) == want, f"{what} has shape {tuple(value.shape)}; want {want}")
         with _calling(f"engine({degree}).remove_adapter"):
             engine.remove_adapter()
 
@@ -160,6 +179,10 @@ def _check_packing(port: Port, case: Case, latents: Mapping[str, Any], sigmas: M
             _need(isinstance(table, RowTable), f"observe() gave a {type(table).__name__}; want loudfail.harness.port.RowTable")
             lengths = {"modality": len(table.modality), "given": len(table.given), "sigma": len(table.sigma), "position": len(table.position)}
             _need(len(set(lengths.values())) == 1, f"observe(): the columns of a RowTable differ in length: {lengths}")
+            for modality in port.modalities:
+                _need(modality in table.values, f"observe(): RowTable.values lacks {modality}")
+                has, meant = len(table.values[modality]), table.modality.count(modality)
+                _need(has == meant, f"observe(): RowTable.values[{modality!r}] has {has} rows, RowTable.modality {meant}, given ones counted")
 
 
 def _check_vendor(port: Port, latents: Mapping[str, Any], conditions: Sequence[Conditions]) -> None:
@@ -195,7 +218,11 @@ def _check_adapter(port: Port) -> None:
     with _calling("select_trainable"):
         port.select_trainable("default")
     with _calling("trainable"):
-        _need(bool(port.trainable()), "trainable() is empty after select_trainable('default')")
+        names = list(port.trainable())
+        _need(bool(names), "trainable() is empty after select_trainable('default')")
+        factors = ("lora_A", "lora_B")
+        if not any(factor in name for name in names for factor in factors):
+            raise PortProblem(f"trainable() names {names[0]!r}; the factors of an adapter have lora_A or lora_B and the adapter in their names")
     with _calling("using"), port.using(None), port.using("default"):
         pass
     with _calling("base_state"):
@@ -271,6 +298,12 @@ def _check_media(port: Port, case: Case, latents: Mapping[str, Any]) -> None:
             media = port.decode(latents)
         except Unavailable:
             return
+        _need(len(media) == case.batch, f"decode() gave {len(media)} items for {case.batch} samples")
+        for item in media:
+            kind = type(item).__name__
+            _need(is_dataclass(item) and not isinstance(item, type), f"decode() gave a {kind}; want a dataclass with a part for each modality")
+            lacking = [modality for modality in port.modalities if not hasattr(item, modality)]
+            _need(not lacking, f"decode(): {kind} lacks {', '.join(lacking)}")
     if offers(port, "reward"):
         with _calling("reward"):
             try:

@@ -207,7 +207,7 @@ class UnknownId(ValueError):
 def nearest(name: str, known: Iterable[str], kind: str) -> UnknownId:
     """The error for a name that is not there, with the nearest names."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or [k for k in known if name.lower() in k.lower()][:3]
+    close = [k for k in known if name.lower() in k.lower()][:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = (
         f"nearest: {', '.join(close)}"
         if close
@@ -234,13 +234,19 @@ def find_port(name: str) -> type:
     """
     import os
     import sys
+    from pathlib import Path
 
     from loudfail.harness.port import Port
 
     target = ports().get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
+        if "." in name or "/" in name:
+            raise UnknownId(f"no port {name!r}: a port of your own is package.module:Class, without .py, from the folder that holds it")
         raise nearest(name, ports(), "port")
+    if module_name.endswith(".py") or "/" in module_name:
+        plain = Path(module_name).name.removesuffix(".py")
+        raise UnknownId(f"no port {name!r}: name the module, {plain}:{class_name}, from the folder that holds it")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -249,6 +255,8 @@ def find_port(name: str) -> type:
         raise ImportError(f"port {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     cls = getattr(module, class_name, None)
     if cls is None:
+        if getattr(module, "__file__", None) is None:
+            raise ImportError(f"port {name!r}: {module_name} is a folder here, no module; run this inside it")
         near = difflib.get_close_matches(class_name, [k for k, v in vars(module).items() if isinstance(v, type)], n=3)
         raise ImportError(f"port {name!r}: {module_name} has no {class_name}" + (f"; nearest: {', '.join(near)}" if near else ""))
     if not (isinstance(cls, type) and issubclass(cls, Port)):

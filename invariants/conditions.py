@@ -9,7 +9,7 @@ import torch
 
 from loudfail.harness.case import Case, cases, smallest
 from loudfail.harness.compare import relative_error, require, require_at_least, require_close, require_each_close, require_equal
-from loudfail.harness.port import Port, RowTable, no_grad
+from loudfail.harness.port import Port, RowTable, no_grad, offers
 from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
 from loudfail.invariants.prompts import require_conditions, require_same
@@ -116,6 +116,8 @@ def the_loss_reaches_generated_rows_and_no_given_row(port: Port, case: Case) -> 
         for modality, shape in port.shapes(case).items():
             want = (case.batch, *shape)
             require(tuple(velocity[modality].shape) == want, got=tuple(velocity[modality].shape), want=want, where=modality)
+        if not any(v.requires_grad for v in velocity.values()) and not offers(port, "adapter"):
+            raise Uncovered(f"nothing of the actor of port {port.name!r} requires a gradient; add the seam adapter")
         torch.stack([v.float().square().sum() for v in velocity.values()]).sum().backward()
     for index, table in enumerate(tables):
         for modality in port.modalities:
@@ -127,6 +129,10 @@ def the_loss_reaches_generated_rows_and_no_given_row(port: Port, case: Case) -> 
             size = grad.abs().sum(dim=-1).cpu()
             given = table.given_of(modality)
             where = f"sample {index}, {modality}, given {case.given}"
+            if len(size) == int((~given).sum()):  # the model has no output for given rows
+                given = given[~given]
+            want_rows = f"{len(given)}, or {int((~given).sum())} without the given ones"
+            require(len(size) == len(given), got=f"{len(size)} output rows", want=want_rows, where=where)
             require(int((size[given] != 0).sum()) == 0, got=f"{int((size[given] != 0).sum())} given rows in the loss", want="none", where=where)
             require(
                 int((size[~given] == 0).sum()) == 0, got=f"{int((size[~given] == 0).sum())} generated rows without loss", want="none", where=where

@@ -496,16 +496,18 @@ def a_tone_arrives_at_every_audio_model_with_its_frequency_and_level(port: Port,
     heard = 0
     for one in arrivals(reward, [item], [PROMPTS[0]]):
         where = f"{one.at}, {one.name}"
-        if isinstance(one.value, list | np.ndarray):
+        told = isinstance(one.value, torch.Tensor) and one.rate is not None  # with a rate it is a waveform, or a batch of them
+        if told or isinstance(one.value, list | np.ndarray):
             heard += 1
             require(one.rate is not None, got="no rate", want="the model is told the sample rate", where=where)
-            for clip in one.value if isinstance(one.value, list) else [one.value]:
+            for clip in one.value if isinstance(one.value, list) or (told and one.value.ndim > 1) else [one.value]:
                 _require_sine(np.asarray(clip), float(one.rate or 0), tone, where)
         elif spec := SPECTROGRAMS.get((one.at.rpartition("/")[2], one.name)):
             heard += 1
             _require_mel_sine(one.value.double(), spec, tone, where)
     if not heard:
-        raise Unavailable(f"no audio model among the scorers whose input is known; missing: {dict(reward.missing) or 'nothing'}")
+        wanted = "waveform with its rate, nor a spectrogram of CLAP or ImageBind"
+        raise Unavailable(f"no audio model among the scorers: watch() recorded no {wanted}; missing scorers: {dict(reward.missing) or 'none'}")
 
 
 def _require_sine(x: Any, rate: float, tone: Tone, where: str) -> None:
@@ -579,7 +581,9 @@ def frames_arrive_at_every_video_model_unscrambled(port: Port, colour: tuple[int
                     got = x[0, 0, :, frame, row, column]
                     require_close(got, want, scale=1.0, bound=1e-4, where=f"{where}, {place} {side} of frame {time}")
     if not seen:
-        raise Unavailable(f"no video model among the scorers whose input is known; missing: {dict(reward.missing) or 'nothing'}")
+        raise Unavailable(
+            f"no video model whose input is known among the scorers, only ImageBind's is; missing scorers: {dict(reward.missing) or 'none'}"
+        )
 
 
 def _texts(_: Port) -> Any:
@@ -608,7 +612,8 @@ def different_prompts_arrive_as_different_ids(port: Port, prompts: list[str]) ->
         require(len(set(rows)) == len(rows), got=f"{len(set(rows))} different rows", want=f"{len(rows)}", where=f"{where}, {prompts!r}")
         require_equal(other.value.flip(0), one.value, where=f"{where}, prompts reversed")
     if not seen:
-        raise Unavailable(f"no text model among the scorers; missing: {dict(reward.missing) or 'nothing'}")
+        wanted = "integer ids (batch, tokens)"
+        raise Unavailable(f"no text model among the scorers: watch() recorded no {wanted}; missing scorers: {dict(reward.missing) or 'none'}")
 
 
 # -- the total ---------------------------------------------------------------------------------------------------------------------------------------

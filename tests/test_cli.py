@@ -123,6 +123,15 @@ def test_a_port_that_lacks_a_method_is_told_which(loudfail: Loudfail) -> None:
     assert "offers no seam; the objective lacks predict_velocity" in ran.out
 
 
+def test_a_misspelt_method_is_pointed_at(loudfail: Loudfail, tmp_path: Path) -> None:
+    (tmp_path / "slip.py").write_text(
+        "from toyports import Toy\n\nclass Slip(Toy):\n    def vender_grid(self, calls, case=None):\n        return {}\n"
+    )
+    ran = loudfail("gate", "slip:Slip", "--tp", "1")
+    assert "note: Slip has vender_grid, which no check calls, and lacks vendor_grid" in ran.out, ran.text
+    assert "which no check calls" not in loudfail("gate", "toyports:Toy", "--tp", "1").out
+
+
 def test_a_degree_that_does_not_divide_the_heads(loudfail: Loudfail) -> None:
     ran = loudfail("gate", "toyports:DoesNotDivide", "--tp", "1,2", "-n", "0")
     assert ran.code == 1
@@ -136,6 +145,8 @@ def test_a_degree_that_does_not_divide_the_heads(loudfail: Loudfail) -> None:
         (("gate", "h4"), "nearest: h3"),
         (("gate", "no.such.module:Port"), "cannot import no.such.module: ModuleNotFoundError: No module named 'no'"),
         (("gate", "toyports:Tou"), "toyports has no Tou; nearest: Toy"),
+        (("gate", "toyports.Toy"), "a port of your own is package.module:Class"),
+        (("gate", "./toyports.py:Toy"), "name the module, toyports:Toy, from the folder that holds it"),
         (("gate", "toyports:number"), "number is not a subclass of loudfail.harness.port.Port"),
         (("gate", "toyports:Toy", "--tp", "1,x"), "--tp 1,x: want different positive degrees"),
         (("gate", "toyports:Toy", "--tp", "2,2"), "--tp 2,2: want different positive degrees"),
@@ -165,6 +176,11 @@ def test_a_port_that_fails_to_import_says_why(loudfail: Loudfail, tmp_path: Path
     (tmp_path / "half_written.py").write_text("def shapes(:\n")
     ran = loudfail("gate", "half_written:Port")
     assert ran.code == 4 and "cannot import half_written: SyntaxError" in ran.err
+
+
+def test_the_folder_of_a_port_is_not_its_module(loudfail: Loudfail, tmp_path: Path) -> None:
+    (tmp_path / "stray_port").mkdir()
+    assert "stray_port is a folder here, no module; run this inside it" in loudfail("gate", "stray_port:Port").err
 
 
 # Permissions stop everybody but root, so as root there is nothing to refuse.

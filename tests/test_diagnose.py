@@ -14,7 +14,8 @@ import pytest
 import torch
 from oddport import OddPort
 
-from loudfail.harness import diagnose, registry, report, runner
+from loudfail.harness import causes_rewards, causes_velocity, diagnose, registry, report, runner
+from loudfail.harness.case import Case
 from loudfail.harness.diagnose import EXPERIMENTS, Diagnosis, Mistake, OutOfTime, Trial
 from loudfail.harness.progress import failure_text
 from loudfail.harness.result import Result
@@ -100,6 +101,71 @@ def test_a_mistake_is_named_with_its_modality(odd: OddPort, wrong: type[OddPort]
     assert 0 <= result.diagnosis["residual"] <= 2e-5
 
 
+@pytest.mark.parametrize(("factor", "modality"), [(2.0, "audio"), (0.25, "video"), (-0.5, "depth")])
+def test_a_scaled_velocity_says_how_much(factor: float, modality: str) -> None:
+    class Scaled(OddPort):
+        def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            velocity = super().predict_velocity(latents, sigmas, conditions)
+            return {**velocity, modality: factor * velocity[modality]}
+
+    found = run(VELOCITY, Scaled()).diagnosis
+    assert found is not None and found["cause"] == "velocity scaled" and f"{modality} {factor:.4g} times" in found["text"], found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause", "text"),
+    [
+        (lambda v, x, s, o: x - s * v, "another prediction type", "x0 is handed on as the velocity"),
+        (lambda v, x, s, o: -v * s / (1 - s), "another prediction type", "an output that is x0 is converted as noise"),
+        (lambda v, x, s, o: (x - v) / s, "another prediction type", "an output that is the velocity is converted as x0"),
+        (lambda v, x, s, o: v * s / o, "one modality at another's level", "depth is converted with the level of video"),
+    ],
+)
+def test_an_output_that_is_taken_for_something_else(wrong: Any, cause: str, text: str) -> None:
+    class Mistaken(OddPort):
+        def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            velocity, x = super().predict_velocity(latents, sigmas, conditions), latents["depth"]
+            s, o = (sigmas[m].view(-1, *[1] * (x.ndim - 1)) for m in ("depth", "video"))
+            return {**velocity, "depth": wrong(velocity["depth"], x, s, o)}
+
+    found = run(VELOCITY, Mistaken()).diagnosis
+    assert found is not None and found["cause"] == cause and f"{text}" in found["text"] and "depth" in found["text"], found
+
+
+def test_advantages_of_other_samples_are_told_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = OddPort()
+    update = port.update()
+    right = update.advantages
+    monkeypatch.setattr(port, "update", lambda: update)
+    for move, text in ((lambda x: x.roll(2), "the one 2 before it"), (lambda x: x[[3, 0, 1, 2, 8, 4, 7, 5, 6]], "of other samples")):
+        monkeypatch.setattr(update, "advantages", lambda *a, move=move: move(right(*a)))
+        found = causes_rewards.advantages(Trial(port, 1, time.perf_counter() + 30))
+        assert found is not None and found.cause == "advantages in another order" and text in found.text, found
+
+
+def test_a_level_in_another_unit_is_read_off_the_input() -> None:
+    class Percent(OddPort):
+        def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            return super().predict_velocity(latents, {**sigmas, "audio": 1 - (1 - sigmas["audio"]) / 10}, conditions)
+
+    found = run("conventions::every_generated_row_is_told_the_level_it_is_at", Percent()).diagnosis
+    assert found is not None and found["cause"] == "level in another unit" and "audio 0.1 · (1 − sigma)" in found["text"], found
+
+
+def test_a_mistake_that_leaves_a_trained_model_blind_is_not_called_a_flip() -> None:
+    class Blind(OddPort):
+        """Its checkpoint predicts nothing; turned round it predicts nothing a little better."""
+
+        def trained_batch(self, seed: int, count: int) -> Any:
+            case = Case(seed=seed, extent={axis: min(sizes) for axis, sizes in self.extents.items()}, prompts=("rain",) * count)
+            return case.normal("clean", self.shapes(case)), self.conditions(case)
+
+        def predict_velocity(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            return {m: -3 * x for m, x in latents.items()}
+
+    assert causes_velocity.trained(Trial(Blind(), 1, time.perf_counter() + 30)) is None
+
+
 def test_rows_in_another_order_are_a_layout() -> None:
     class Reversed(OddPort):
         def pack(self, latents: Any) -> Any:
@@ -130,6 +196,64 @@ def test_where_nothing_fits_it_says_so_and_what_comes_nearest(odd: OddPort) -> N
     assert result.status == "violated" and result.diagnosis is not None
     assert result.diagnosis["cause"] == "" and result.diagnosis["residual"] is None
     assert result.diagnosis["text"].startswith("no known cause fits") and len(result.diagnosis["tried"]) >= 5
+
+
+def engine_with(change: Any) -> OddPort:
+    """A port whose rollout answers `base_response` and `delta_response` after a change of the tensors that it acts with."""
+    port = OddPort()
+    engine, made = port.engine, {}
+
+    class Changed:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def load_base(self, state: Any) -> None:
+            self.inner.load_base(change(dict(state)))
+
+        def set_adapter(self, state: Any, config: Any, version: int) -> Any:
+            return self.inner.set_adapter(change(dict(state)), config, version)
+
+    def build(degree: int) -> Any:
+        if degree not in made:
+            made[degree] = Changed(engine(degree))
+            made[degree].load_base(port.base_state())
+        return made[degree]
+
+    port.engine = build  # type: ignore[method-assign]
+    return port
+
+
+def exchanged(state: dict[str, Any]) -> dict[str, Any]:
+    one, other = "blocks.0.up.weight", "blocks.1.up.weight"
+    return state | ({one: state[other], other: state[one]} if one in state else {})
+
+
+def half_exchanged(state: dict[str, Any]) -> dict[str, Any]:
+    one, other = "blocks.0.up.weight", "blocks.1.up.weight"
+    if one not in state:
+        return state
+    n = len(state[one]) // 2
+    return state | {one: torch.cat([state[one][:n], state[other][:n]]), other: torch.cat([state[one][n:], state[other][n:]])}
+
+
+def turned(state: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.reshape(v.T.shape).T.contiguous() if "lora_B" in n else v for n, v in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "degree", "claim", "cause"),
+    [
+        (exchanged, 1, "sync::every_base_weight_arrives", "another parameter's weights"),
+        (half_exchanged, 2, "sync::every_base_weight_arrives", "fused rows cut as one block"),
+        (turned, 1, "sync::every_projection_reaches_the_rollout", "LoRA factor transposed"),
+    ],
+)
+def test_weights_that_arrive_in_another_place_or_turned(change: Any, degree: int, claim: str, cause: str) -> None:
+    found = run(claim, engine_with(change), degree).diagnosis
+    assert found is not None and found["cause"] == cause, found
 
 
 # -- how it goes about it ------------------------------------------------------------------------------------------------------------------------

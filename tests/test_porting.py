@@ -3,11 +3,13 @@ that is made wrong in the ways in which new ports are wrong."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,57 @@ def test_a_fault_is_caught_on_three_modalities(odd: OddPort, name: str) -> None:
     fault = next(one for one in registry.faults() if one.id == name)
     kill = killmatrix.kill(fault, odd, INVARIANTS, (1, 2))
     assert kill.outcome == "caught", f"{kill.outcome}: {kill.message}"
+
+
+class Titled(OddPort):
+    """Its tables have the text in front, which is told no level."""
+
+    def observe(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        velocity, tables = super().observe(latents, sigmas, conditions)
+        for table, condition in zip(tables, conditions, strict=True):
+            count = len(condition.embeds)
+            table.modality = ("text",) * count + table.modality
+            table.given = torch.cat([torch.zeros(count, dtype=torch.bool), table.given])
+            table.sigma = torch.cat([torch.full((count,), math.nan), table.sigma])
+            table.position = torch.cat([table.position.new_zeros(count, table.position.shape[1]), table.position])
+        return velocity, tables
+
+
+class Late(Titled):
+    """In a batch the last row of the second sample is told none either."""
+
+    def observe(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        velocity, tables = super().observe(latents, sigmas, conditions)
+        for table in tables[1:]:
+            table.sigma[-1] = math.nan
+        return velocity, tables
+
+
+def test_rows_that_are_told_no_level_have_the_same_layout_in_a_batch() -> None:
+    invariant = next(one for one in registry.invariants() if one.id == "packing::a_samples_layout_does_not_depend_on_its_neighbours")
+    assert runner.run(invariant, Titled(), None).status == "holds"
+    assert runner.run(invariant, Late(), None).status == "violated"
+
+
+@pytest.mark.parametrize("slip", [{"trainable": "lora_A"}, {"decode": "want a dataclass"}, {"observe": "RowTable.values"}])
+def test_a_slip_is_found_before_any_check(slip: dict[str, str]) -> None:
+    class Wrong(OddPort):
+        def trainable(self) -> dict[str, torch.nn.Parameter]:
+            names = super().trainable()
+            return {n.replace("lora_", ""): p for n, p in names.items()} if "trainable" in slip else names
+
+        def decode(self, latents: Any) -> list[Any]:
+            media = super().decode(latents)
+            return [SimpleNamespace(**vars(one)) for one in media] if "decode" in slip else media
+
+        def observe(self, latents: Any, sigmas: Any, conditions: Any) -> Any:
+            velocity, tables = super().observe(latents, sigmas, conditions)
+            for table in tables if "observe" in slip else ():
+                table.values = {m: rows[1:] for m, rows in table.values.items()}
+            return velocity, tables
+
+    with pytest.raises(portcheck.PortProblem, match=next(iter(slip.values()))):
+        portcheck.check_port(Wrong())
 
 
 @pytest.mark.parametrize("deaf", OddPort.modalities)
