@@ -204,6 +204,8 @@ def _gate(parsed: argparse.Namespace) -> int:
 def _processes(chosen: opts.Options) -> int:
     """Over how many processes to spread a whole gate: one for the actor's checks, and one for the rollout at each degree, as far as there are
     processors. A port without an engine has too little to do for that, and of a large model there is room for one."""
+    from importlib.util import find_spec
+
     from loudfail.harness import registry
     from loudfail.harness.port import offers
 
@@ -212,7 +214,7 @@ def _processes(chosen: opts.Options) -> int:
     except (registry.UnknownId, ImportError):
         return 0  # reported where the port is needed
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(processors, 1 + len(chosen.degrees), 4) if worth and processors > 1 else 0
+    return min(processors, 1 + len(chosen.degrees), 4) if worth and processors > 1 and find_spec("xdist") else 0
 
 
 # -- faults --------------------------------------------------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class Gate:
             "counts": counts(list(results)),
             "seconds": round(time.perf_counter() - self.started, 3),
             "peak_rss_bytes": peak,
-            "environment": environment.describe(self.port.device if self.port is not None else "cpu")
+            "environment": environment.describe((identity.get("port") or {}).get("device") or (self.port.device if self.port is not None else "cpu"))
             | {"collectives": identity.get("collectives") or {}},
             "classes": list(facts.get("classes") or []),
             "complete": not restricted and len(results) == (total if total is not None else len(results)),

@@ -146,7 +146,7 @@ class GateTerminal:
                 self.line.print(f"  {text}")
         for text in record.get("problems") or []:
             self.line.print(f"note: {text}")
-        if self.run.gate.port is not None and self.run.gate.port.device != "cpu":
+        if (record["configuration"] or {}).get("device", "cpu") != "cpu":
             ranks = " · ".join(f"TP {degree}: {talk}" for degree, talk in record["environment"]["collectives"].items())
             self.line.print(f"on {record['environment']['device']} · {ranks}")
         _print_reasons(self.line, self.run.results)
