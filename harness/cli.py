@@ -194,8 +194,9 @@ def _gate(parsed: argparse.Namespace) -> int:
     arguments += [f"-k={parsed.k}"] if parsed.k else []
     processes = parsed.n if parsed.n is not None else 0 if parsed.k else _processes(chosen)
     arguments += [f"-n={processes}"] if processes else []
-    code = int(pytest.main(arguments, plugins=[GateTerminal()]))
-    if code == NOTHING:
+    terminal = GateTerminal()
+    code = int(pytest.main(arguments, plugins=[terminal]))
+    if code == NOTHING and not terminal.links:
         why = f"no check's id matches {parsed.k!r}" if parsed.k else "no check ran"
         print(f"loudfail: {why}; see `loudfail list`", file=sys.stderr)
     return code
