@@ -205,6 +205,8 @@ class Run:
         self.spread = not self.worker and config.getoption("dist", "no") != "no"  # the controller of pytest-xdist, which runs nothing itself
         if self.spread and config.option.dist == "load":
             config.option.dist = "loadgroup"
+        if self.spread and config.option.maxworkerrestart is None:
+            config.option.maxworkerrestart = "0"  # pytest-xdist waits for ever for the rest of a group whose worker it has replaced
         if self.worker:
             config.option.loadgroup = True  # the controller's choice above is made too late for pytest-xdist to tell its workers
         self.results: list[Result] = []

@@ -17,8 +17,8 @@ from loudfail.harness.case import Case, smallest
 from loudfail.harness.port import SEAMS, Conditions, Port, Rollout, RowTable, Trajectory, Update, offers, random_adapter
 from loudfail.harness.violation import Unavailable, show
 
-CALLS = 2
-PROBES = 3
+#: Model calls of a grid or loop, and columns of a probe, that are tried here.
+CALLS, PROBES = 2, 3
 
 
 class PortProblem(Exception):
@@ -220,9 +220,8 @@ def _check_adapter(port: Port) -> None:
     with _calling("trainable"):
         names = list(port.trainable())
         _need(bool(names), "trainable() is empty after select_trainable('default')")
-        factors = ("lora_A", "lora_B")
-        if not any(factor in name for name in names for factor in factors):
-            raise PortProblem(f"trainable() names {names[0]!r}; the factors of an adapter have lora_A or lora_B and the adapter in their names")
+        factors = any(factor in name for name in names for factor in ("lora_A", "lora_B"))
+        _need(factors, f"trainable() names {names[0]!r}; the factors of an adapter have lora_A or lora_B and the adapter in their names")
     with _calling("using"), port.using(None), port.using("default"):
         pass
     with _calling("base_state"):

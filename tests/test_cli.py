@@ -65,6 +65,31 @@ def test_ranks_answer_at_each_degree_and_are_gone_afterwards(loudfail: Loudfail)
     assert ran.code == 0 and "3 holds" in ran.out, ran.text
 
 
+def in_processes(folder: Path, port: str) -> subprocess.CompletedProcess[str]:
+    """A gate as it is by default: as many processes as there are processors, up to three for two degrees."""
+    command = [sys.executable, "-m", "toygate", "gate", port, "--tp", "1,2", "--out", "out"]
+    variables = environment(PYTEST_PLUGINS="toyselect", PYTHONPATH=str(HERE))
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_a_gate_with_an_engine_runs_in_several_processes(tmp_path: Path, loudfail: Loudfail) -> None:
+    done = in_processes(tmp_path, "toyports:Ranked")
+    assert done.returncode == 0 and "4 holds, 1 uncovered of 5" in done.stdout, done.stdout + done.stderr
+    spread = json.loads((tmp_path / "out" / "gate.json").read_text())
+    assert loudfail("gate", "toyports:Ranked", "--tp", "1,2", "-n", "0", "--out", "alone").code == 0
+    alone = json.loads((tmp_path / "alone" / "gate.json").read_text())
+    assert spread["fingerprint"] == alone["fingerprint"] and spread["counts"] == alone["counts"]
+
+
+def test_what_a_process_took_with_it_is_an_error(tmp_path: Path) -> None:
+    done = in_processes(tmp_path, "toyports:Dies")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["verdict"] != "holds" and report["declared"] == 5
+    status = {(one["id"].split("::")[1], one["degree"]): one["status"] for one in report["results"]}
+    assert status["every_rank_answers", 2] == "error" and status["every_rank_answers", 1] == "holds"
+
+
 def test_known_failures_need_a_reason_and_must_still_fail(loudfail: Loudfail, tmp_path: Path) -> None:
     file = tmp_path / "known.toml"
     file.write_text('"schedule::grid_is_uniform" = "shifted on purpose"\n')

@@ -70,6 +70,17 @@ class DoesNotDivide(Ranked):
         return super().engine(degree)
 
 
+class Dies(Ranked):
+    """Takes the process with it that asks for two ranks."""
+
+    name = "dies"
+
+    def engine(self, degree: int) -> Any:
+        import os
+
+        return os._exit(0) if degree == 2 else super().engine(degree)
+
+
 class Counting:
     """Ranks that know their number."""
 
