@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -500,6 +501,33 @@ def engine(trial: Trial) -> Diagnosis | None:
             if trial.fits(cause, residual := worst(got, actor(levels, told_))):
                 return trial.found(cause, f"in the rollout {text}", residual)
     return heard_rows(trial, rollout.velocity, "the rollout")
+
+
+def sharded(trial: Trial) -> Diagnosis | None:
+    """The rollout's velocity without an adapter at this degree and at degree 1, against the actor's: weights that are right at both leave the
+    computation between them."""
+    port = trial.port
+    if trial.degree == 1 or not (offers(port, "objective") and offers(port, "engine") and offers(port, "adapter")):
+        return None
+    case = smallest(port, seed=9, prompts=("rain", "a bell rings twice"))
+    latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
+    with torch.no_grad(), port.using(None):
+        want = port.predict_velocity(latents, sigmas, conditions)
+    errors = {}
+    for degree in (trial.degree, 1):
+        begun = time.perf_counter()
+        rollout = port.engine(degree)
+        rollout.remove_adapter()
+        trial.until += time.perf_counter() - begun  # a process of the gate may have no engine of degree 1 yet
+        errors[degree] = worst(rollout.velocity(latents, sigmas, conditions), want)
+    if errors[trial.degree] > trial.bound and trial.fits("computed over a shard", errors[1]):
+        return trial.found(
+            "computed over a shard",
+            f"the rollout is the actor at degree 1 and off by {errors[trial.degree]:.2g} at degree {trial.degree}, with all base weights in place: "
+            "what is computed between them misses other ranks, such as a norm over all heads, or a collective whose result is dropped",
+            errors[1],
+        )
+    return None
 
 
 def without_given(trial: Trial) -> Diagnosis | None:

@@ -64,6 +64,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
         "causes_adapter:handed",
         "causes_adapter:base_weights",
         "causes_velocity:engine",
+        "causes_velocity:sharded",
         "causes_velocity:replay",
         "causes_velocity:without_given",
         "causes_velocity:told",

@@ -291,6 +291,7 @@ def the_rollouts_encoder_is_shown_the_given_frames(port: Port, case: Case) -> No
             where = f"sample {index}, given {given}"
             require(tuple(got.prompt_ids) == tuple(want.prompt_ids), got=list(got.prompt_ids), want=list(want.prompt_ids), where=where)
             for name in got.extra:
-                require_same(got.extra[name], want.extra[name], f"{where}, {name}")
+                # Another process may take another attention kernel (importing vLLM turns cuDNN's off), which bfloat16 shows.
+                require_same(got.extra[name], want.extra[name], f"{where}, {name}", port.bound(float32=1e-6, bfloat16=2e-2))
             effect = scale if bool(scale.any()) else want.embeds  # an encoder may not be shown the frames at all
             require_close(got.embeds.float().cpu(), want.embeds.float(), bound=port.bound(float32=2e-2, bfloat16=2e-2), scale=effect, where=where)

@@ -82,15 +82,15 @@ def require_conditions(got: Conditions, want: Conditions, where: str) -> None:
     require_each_close({n: v.cpu() for n, v in got.given.items()}, want.given, bound=1e-6, where=f"{where}, given latents")
 
 
-def require_same(got: object, want: object, where: str) -> None:
-    """Equal; tensors of floats up to their last bits."""
+def require_same(got: object, want: object, where: str, bound: float = 1e-6) -> None:
+    """Equal; tensors of floats up to their last bits, or to a relative error of ``bound``."""
     if not isinstance(want, torch.Tensor):
         require(got == want, got=got, want=want, where=where)
         return
     require(isinstance(got, torch.Tensor), got=type(got).__name__, want="a tensor", where=where)
     assert isinstance(got, torch.Tensor)
     if want.is_floating_point():
-        require_close(got.float().cpu(), want.float().cpu(), bound=1e-6, where=where)
+        require_close(got.float().cpu(), want.float().cpu(), bound=bound, where=where)
     else:
         require(torch.equal(got.cpu(), want.cpu()), got=got.tolist(), want=want.tolist(), where=where)
 

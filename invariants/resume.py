@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -51,7 +51,16 @@ def held(port: Port, update: Update) -> States:
 
 
 def steps(port: Port, update: Update, count: int) -> list[Stepped]:
-    """So many steps, each with what it was made from."""
+    """So many steps, each with what it was made from; on a GPU with attention in its plain form, since fused kernels (memory-efficient attention's
+    backward pass, in float32) add in whatever order their threads arrive, and two runs of one trainer would differ."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    on_gpu = any(value.is_cuda for value in port.trainable().values())
+    with sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext():
+        return _steps(port, update, count)
+
+
+def _steps(port: Port, update: Update, count: int) -> list[Stepped]:
     result = []
     for _ in range(count):
         with watching(port, update) as seen:

@@ -333,7 +333,18 @@ def start(rank: Rank) -> None:
         world_size=rank.size, rank=rank.rank, distributed_init_method=rank.rendezvous, local_rank=place, backend=rank.backend
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
+    if rank.device == "cpu":
+        _reduce_as_a_gpu_does()
     rank.at_exit += [parallel_state.destroy_distributed_environment, parallel_state.destroy_model_parallel]
+
+
+def _reduce_as_a_gpu_does() -> None:
+    """Leave the argument of vLLM's all-reduce as it was, as its GPU communicators do; the CPU's sums in place. A model that drops the returned sum is
+    right on a CPU alone (vLLM-Omni 0.30's LTX-2)."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    in_place = CpuCommunicator.all_reduce
+    CpuCommunicator.all_reduce = lambda self, input_: in_place(self, input_.clone())
 
 
 @contextmanager

@@ -101,8 +101,8 @@ def encode_frame(vae: Any, pipe: Any, image: Any) -> torch.Tensor:
         image = apply_image_conditioning_crf(image, DEFAULT_IMAGE_CRF)
     except ImportError as error:
         raise Unavailable(f"first frames are compressed before they are encoded: {error}") from error
-    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None, :, None].to(vae.device) / 255 * 2 - 1
-    latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()  # scaling and statistics are in float32, as in the vendor's pipeline
+    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None, :, None] / 255 * 2 - 1  # on the CPU: a GPU divides otherwise
+    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float()  # what follows is float32, as in the vendor's
     return pipe._normalize_latents(latents, vae.latents_mean, vae.latents_std)[0].cpu()
 
 

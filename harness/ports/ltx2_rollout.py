@@ -1,9 +1,9 @@
 """LTX-2's rollout: vLLM-Omni's transformer in vLLM-Omni's own pipeline loop, and what the port and the ranks say alike.
 
-Two things an integration has to tell this rollout, since its defaults are not what the Diffusers actor of LTX-2.0 does (diffusers 0.40, vllm-omni
+Three things an integration has to tell this rollout, since its defaults are not what the Diffusers actor of LTX-2.0 does (diffusers 0.40, vllm-omni
 0.30). The levels: the engine's own grid has a constant shift, the vendor's one that depends on the resolution, so levels go with the request. And
 the gates between the streams: the engine takes the *other* stream's level for them, LTX-2.0 the own one token by token, which differs wherever the
-two levels or those of tokens do.
+two levels or those of tokens do. And the sum of squares that the norms of q and k share over ranks, see `share_sums`.
 """
 
 from __future__ import annotations
@@ -104,6 +104,24 @@ def levels(video: torch.Tensor, audio: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"timestep": video, "audio_timestep": audio, "sigma": audio, "audio_sigma": video}
 
 
+def share_sums(model: Any) -> None:
+    """Let the norms of q and k over the heads of all ranks have the sum that they asked for.
+
+    vLLM-Omni 0.30's ``TensorParallelRMSNorm`` expects its sum of squares to be reduced in place. vLLM's all-reduce returns the sum and on a GPU
+    leaves its argument alone, so each rank divides by its own: q and k are about √N too large at degree N, and nothing says so. See
+    docs/upgrades/silent-norm.md.
+    """
+    from vllm.distributed import get_tp_group
+    from vllm_omni.diffusion.models.ltx2.ltx2_transformer import TensorParallelRMSNorm
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(get_tp_group().all_reduce(tensor))
+
+    for module in model.modules():
+        if isinstance(module, TensorParallelRMSNorm):
+            module._all_reduce = reduce
+
+
 def request(latents: Mapping[str, torch.Tensor], calls: int, contexts: Mapping[str, torch.Tensor]) -> Any:
     """A request without guidance for latents ``(B, C, F, h, w)`` and ``(B, C, L, M)`` that are normalized already, and contexts."""
     from vllm_omni.diffusion.models.ltx2.ltx2_guidance import LTXGuidanceSpec
@@ -143,7 +161,9 @@ class LTX2Fused(FusedModel):
             backend = torch.distributed.get_backend()
             parallel_state._CFG = parallel_state.init_model_parallel_group([[r] for r in range(ranks)], own, backend, "classifier_free_guidance")
         with diffusion_config(dtype, self.config):
-            return LTX2VideoTransformer3DModel(**self.config).to(dtype)
+            model = LTX2VideoTransformer3DModel(**self.config).to(dtype)
+        share_sums(model)
+        return model
 
     def load(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
         model.load_weights(iter(state.items()))

@@ -504,3 +504,25 @@ def the_engines_streams_are_gated_by_each_others_level(port: Port) -> Iterator[N
     """The engine's gates between the streams take the other stream's level, as the engine does by itself."""
     with inject.in_ranks(port, gated_by_the_other_stream):
         yield
+
+
+def sums_stay_with_their_rank() -> Any:
+    from loudfail.harness.ports import ltx2_rollout
+
+    return inject.replace(ltx2_rollout, "share_sums", lambda original: lambda model: None)
+
+
+@fault(
+    "objective",
+    "engine",
+    "adapter",
+    catches=[VELOCITY, EFFECT, REPLAY, LOOP],
+    source="vllm-omni 0.30.0, TensorParallelRMSNorm of its LTX-2; found by this gate on a GPU",
+    degrees=(2, 4),
+    ports=["ltx2"],
+    cause="computed over a shard",
+)
+def the_norms_over_all_heads_drop_the_sum_of_the_ranks(port: Port) -> Iterator[None]:
+    """The norm of q and k over the heads of all ranks drops the sum that the all-reduce returns, and normalizes by the rank's own."""
+    with inject.in_ranks(port, sums_stay_with_their_rank, rebuild=True):
+        yield
