@@ -14,6 +14,7 @@ from loudfail.golden.verify import verify
 from loudfail.harness.case import LONG_PROMPT, Case, smallest
 from loudfail.harness.compare import relative_error
 from loudfail.harness.ports.ltx2 import LTX2
+from loudfail.harness.ports.ltx2_released import LTX2Released
 from loudfail.harness.ports.ltx2_text import TOKENS
 from loudfail.trainer import train
 from loudfail.trainer.config import read_recipe
@@ -108,3 +109,18 @@ def test_the_trainer_trains_it(ltx2: LTX2, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {name: count["fired"] for name, count in summary["monitors"].items() if count["fired"]} == {}
     assert summary["monitors"]["walked_grid"]["ran"] == summary["monitors"]["velocity_replay"]["ran"] == 2
+
+
+def test_the_engine_as_released_is_another_model_at_degree_two() -> None:
+    """What docs/upgrades/silent-norm.md says. Once upstream shares the sum, this fails, and `share_sums` can go."""
+    port = LTX2Released()
+    case = smallest(port, prompts=("rain",))
+    latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
+    with torch.no_grad(), port.using(None):
+        want = port.predict_velocity(latents, sigmas, conditions)
+    try:
+        errors = {degree: relative_error(port.engine(degree).velocity(latents, sigmas, conditions)["video"], want["video"]) for degree in (1, 2)}
+    finally:
+        port.close()
+    assert errors[1] < 1e-6
+    assert errors[2] > 0.05
