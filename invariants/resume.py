@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,13 +52,27 @@ def held(port: Port, update: Update) -> States:
     return {"default": port.adapter_state("default"), "old": port.adapter_state("old"), "optimizer": moments}
 
 
-def steps(port: Port, update: Update, count: int) -> list[Stepped]:
-    """So many steps, each with what it was made from; on a GPU with attention in its plain form, since fused kernels (memory-efficient attention's
-    backward pass, in float32) add in whatever order their threads arrive, and two runs of one trainer would differ."""
+@contextmanager
+def in_fixed_order(port: Port) -> Iterator[None]:
+    """On a GPU the model attends in plain products inside: fused kernels (memory-efficient attention's backward pass, in float32) add in any order that
+    their threads arrive in, and two runs of one trainer would differ. What else attends, such as a text encoder, is left alone: a process that has its
+    output already and one that has not would differ too."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    predict = port.predict_velocity
+
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return predict(*args, **kwargs)
+
     on_gpu = any(value.is_cuda for value in port.trainable().values())
-    with sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext():
+    with mock.patch.object(port, "predict_velocity", plainly) if on_gpu else nullcontext():
+        yield
+
+
+def steps(port: Port, update: Update, count: int) -> list[Stepped]:
+    """So many steps, each with what it was made from."""
+    with in_fixed_order(port):
         return _steps(port, update, count)
 
 
