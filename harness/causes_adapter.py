@@ -478,9 +478,9 @@ def selection(trial: Trial) -> Diagnosis | None:
     carrying = {name.rsplit(".lora_", 1)[0] for name in port.adapter_state("default")}
     base, targets = port.base_state(), tuple(f".{target}.weight" for target in port.adapter.targets)
     meant = {name.removesuffix(".weight") for name, value in base.items() if value.ndim == 2 and name.endswith(targets)}
-    if trial.says("projections without an adapter", bool(meant - carrying)):
+    if port.adapter.targets and trial.says("projections without an adapter", bool(meant - carrying)):
         return trial.found("projections without an adapter", f"{len(meant - carrying)} projections have no LoRA: {_list(sorted(meant - carrying))}")
-    if trial.says("adapter on other modules", bool(carrying - meant)):
+    if port.adapter.targets and trial.says("adapter on other modules", bool(carrying - meant)):
         return trial.found("adapter on other modules", f"{len(carrying - meant)} modules have LoRA unasked: {_list(sorted(carrying - meant))}")
     odd = AdapterConfig(6, 12.0, port.adapter.targets)
     port.add_adapter("probe", odd)

@@ -13,22 +13,12 @@ from loudfail.harness.case import LONG_PROMPT, Case, smallest
 from loudfail.harness.causes_velocity import rearrangements
 from loudfail.harness.compare import relative_error
 from loudfail.harness.diagnose import Diagnosis, Mistake, Trial
-from loudfail.harness.port import Port, offers
+from loudfail.harness.port import offers
 
 Values = Mapping[str, torch.Tensor]
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------------------------------------
-def addresses(port: Port, case: Case) -> dict[str, torch.Tensor]:
-    """Latents ``(B, *shape)`` whose every value is its own index from 1 on, over all modalities."""
-    result, start = {}, 1
-    for modality, shape in port.shapes(case).items():
-        count = case.batch * math.prod(shape)
-        result[modality] = torch.arange(start, start + count, dtype=torch.float32).view(case.batch, *shape)
-        start += count
-    return result
-
-
 def _moved(got: torch.Tensor, want: torch.Tensor) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """What may have happened to address-valued latents ``(B, *shape)``: cause, what, and how much of it is not explained by that."""
 
@@ -75,7 +65,7 @@ def round_trip(trial: Trial) -> Diagnosis | None:
     if not (offers(port, "objective") and offers(port, "packing")):
         return None
     case = Case(seed=21, extent={axis: max(sizes) for axis, sizes in port.extents.items()}, prompts=("rain", "a bell rings twice", "wind"))
-    want = addresses(port, case)
+    want = case.addresses(port.shapes(case))
     rows = {m: r.detach() for m, r in port.pack(want).items()}
     back = port.unpack(rows, case)
     for modality in want:
