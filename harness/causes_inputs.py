@@ -400,9 +400,30 @@ def given(trial: Trial) -> Diagnosis | None:
             ],
             bound,
         )
-        if found:
+        if found or (found := _mixed(trial, modality)):
             return found
     return _ends(trial) or _referenced(trial)
+
+
+def _mixed(trial: Trial, modality: str) -> Diagnosis | None:
+    """Whether given rows are the clean frames and noise at one level, of which the share of the frames and the spread of the rest say the same."""
+    port, held, clean = trial.port, list[torch.Tensor](), list[torch.Tensor]()
+    for seed in range(8):
+        case = Case(seed, {axis: max(sizes) for axis, sizes in port.extents.items()}, ("rain", "wind"), max(port.givens, key=len))
+        latents, conditions_ = case.normal("latents", port.shapes(case)), port.conditions(case)
+        with torch.no_grad():
+            tables = port.observe(latents, case.sigmas("sigmas", port.modalities), conditions_)[1]
+        for i, frames in enumerate(port.given_latents(case)):
+            held.append(tables[i].values[modality][tables[i].given_of(modality)].double().cpu().flatten())
+            blocks = [{m: v[i : i + 1] for m, v in latents.items()} | {modality: frames[name][None]} for name in conditions_[i].given]
+            clean.append(torch.cat([port.pack(block)[modality][0] for block in blocks]).double().cpu().flatten())
+    got, want = torch.cat(held), torch.cat(clean)
+    share = float(got @ want / want.square().sum())
+    spread = float((got - share * want).square().mean().sqrt())
+    error = abs(1 - share - spread)
+    if 0.05 < share < 0.95 and trial.fits("given frames noised", error, 5 * spread * got.numel() ** -0.5):
+        return trial.found("given frames noised", f"given rows hold {share:.2g} of the clean frames and noise beside them, of {spread:.2g}", error)
+    return None
 
 
 def _ends(trial: Trial) -> Diagnosis | None:

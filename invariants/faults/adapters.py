@@ -34,14 +34,18 @@ def no_peft(port: Port) -> str:
     return no_module(port) or ("" if any(isinstance(module, LoraLayer) for module in port.actor.modules()) else "its adapters are not PEFT's")
 
 
-def fixed_targets(port: Port) -> str:
-    """Why other targets make no other adapter."""
-    if len(port.adapter.targets) < 2:
-        return f"it configures {len(port.adapter.targets) or 'no'} targets, of which none can be left out"
+def one_target(port: Port) -> str:
+    """Why no target can be left out."""
+    targets = port.adapter.targets
+    return fixed_targets(port, targets[:-1]) if len(targets) > 1 else f"it configures {'one target' if targets else 'no targets'}"
+
+
+def fixed_targets(port: Port, others: tuple[str, ...]) -> str:
+    """Why these targets make no other adapter than its own do."""
     with mended(port):
         before = set(port.adapter_state("default"))
         try:
-            port.add_adapter("default", with_fields(port.adapter, targets=port.adapter.targets[:-1]))
+            port.add_adapter("default", with_fields(port.adapter, targets=others))
         except Exception as error:
             return f"it refuses other targets than its own: {type(error).__name__}"
         return "it adapts the same projections whatever targets are configured" if set(port.adapter_state("default")) == before else ""
@@ -56,9 +60,7 @@ def fixed_base(port: Port) -> str:
         return "its actor has no parameter but those of adapters"
     one.requires_grad_(True)
     try:
-        return (
-            "" if any(p is one for p in port.trainable().values()) else "its trainable() names adapters only, whatever requires a gradient"
-        )
+        return "" if any(p is one for p in port.trainable().values()) else "its trainable() names adapters only, whatever requires a gradient"
     finally:
         one.requires_grad_(False)
 
@@ -115,7 +117,7 @@ def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
     "adapter",
     catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
     source="verl-omni #658",
-    unless=fixed_targets,
+    unless=one_target,
     cause="projections without an adapter",
 )
 def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
@@ -126,6 +128,14 @@ def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
     ):
         port.add_adapter("default", port.adapter)
         yield
+
+
+def no_suffix(port: Port) -> str:
+    """Why no target can match another linear too."""
+    if not port.adapter.targets:
+        return "it configures no targets"
+    other = _other_linear(port)
+    return fixed_targets(port, (*port.adapter.targets, other)) if other else "its targets match every linear of the actor"
 
 
 def _other_linear(port: Port) -> str:
@@ -142,7 +152,7 @@ def _other_linear(port: Port) -> str:
     "adapter",
     catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
     source="bghira/SimpleTuner #2629",
-    unless=lambda port: fixed_targets(port) or ("" if _other_linear(port) else "its targets match every linear of the actor"),
+    unless=no_suffix,
     cause="adapter on other modules",
 )
 def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:

@@ -30,25 +30,41 @@ def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def other_embedding(port: Port, change: Any) -> Iterator[None]:
-    """Change what the trainer's encoder gives, not what conditions and the rollout have from it where they call it themselves."""
-    inside = [0]
+    """Change what the trainer's encoder gives, in the conditions too, and not what the rollout has from it where it is the same."""
+    asked = {"changed": 0, "by the rollout": 0}
 
-    def apart(original: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            inside[0] += 1
+    def encoder(original: Any) -> Any:
+        def encode_prompt(ids: Any) -> Any:
+            if asked["by the rollout"]:
+                return original(ids)
+            asked["changed"] += 1
+            return change(original, tuple(ids))
+
+        return encode_prompt
+
+    def rollout(original: Any) -> Any:
+        def rollout_prompt(ids: Any) -> Any:
+            asked["by the rollout"] += 1
             try:
-                return original(*arguments)
+                return original(ids)
             finally:
-                inside[0] -= 1
+                asked["by the rollout"] -= 1
 
-        return call
+        return rollout_prompt
+
+    def conditioned(original: Any) -> Any:
+        def conditions(case: Any) -> Any:
+            before = asked["changed"]
+            made = original(case)
+            if asked["changed"] > before:
+                return made
+            return [replace(one, embeds=change(lambda ids, one=one: one.embeds, tuple(one.prompt_ids))) for one in made]
+
+        return conditions
 
     with ExitStack() as stack:
-        stack.enter_context(
-            inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids) if inside[0] else change(original, tuple(ids)))
-        )
-        for method in ("rollout_prompt", "conditions"):
-            stack.enter_context(inject.replace(port, method, apart))
+        for method, make in (("encode_prompt", encoder), ("rollout_prompt", rollout), ("conditions", conditioned)):
+            stack.enter_context(inject.replace(port, method, make))
         yield
 
 

@@ -196,14 +196,14 @@ def old_moves_with_the_update(port: Port) -> Iterator[None]:
 
 
 # -- the old policy ----------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", unless=another_trainer, cause="old policy never refreshed")
 def old_is_never_refreshed(port: Port) -> Iterator[None]:
     """The refresh is never called."""
     with inject.replace(code(port).loop, "refresh_old", lambda original: lambda *arguments: None):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], unless=another_trainer, cause="refresh interval ignored")
 def old_is_refreshed_at_every_step(port: Port) -> Iterator[None]:
     """The interval of the recipe is ignored."""
 
@@ -244,28 +244,28 @@ def old_is_refreshed_before_the_update(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", unless=another_trainer, cause="decay reversed")
 def decay_and_its_complement_are_exchanged(port: Port) -> Iterator[None]:
     """old ← (1 − d)·old + d·θ."""
     with inject.replace(code(port).nft, "refreshed", lambda original: lambda old, current, decay: original(old, current, 1 - decay)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy is a copy")
 def the_decay_forgets_the_step(port: Port) -> Iterator[None]:
     """The schedule is asked for step 0 every time."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: original(schedule, 0)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy is a copy")
 def every_schedule_is_a_copy(port: Port) -> Iterator[None]:
     """The recipe's schedule is ignored."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: 0.0):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy refreshed in part")
 def only_the_factors_b_follow(port: Port) -> Iterator[None]:
     """The refresh moves B and leaves A where it was."""
 
