@@ -408,7 +408,7 @@ def given(trial: Trial) -> Diagnosis | None:
 def _mixed(trial: Trial, modality: str) -> Diagnosis | None:
     """Whether given rows are the clean frames and noise at one level, of which the share of the frames and the spread of the rest say the same."""
     port, held, clean = trial.port, list[torch.Tensor](), list[torch.Tensor]()
-    for seed in range(8):
+    for seed in range(16):
         case = Case(seed, {axis: max(sizes) for axis, sizes in port.extents.items()}, ("rain", "wind"), max(port.givens, key=len))
         latents, conditions_ = case.normal("latents", port.shapes(case)), port.conditions(case)
         with torch.no_grad():

@@ -68,6 +68,16 @@ def _of(chosen: Sequence[str], modalities: Sequence[str]) -> str:
     return "" if len(chosen) == len(modalities) > 1 or len(modalities) == 1 else f" in {' and '.join(chosen)}"
 
 
+def _converted(velocity: Values, told: Values, sigmas: Values) -> Iterator[Values]:
+    """A velocity at changed levels as it is, and as it would be if only the network had heard of the change: an output that is x0, or noise, is
+    converted with the right level all the same."""
+    yield velocity
+    for part in (lambda s: s, lambda s: 1 - s):
+        share = {m: (part(told[m]) / part(sigmas[m])).view(-1, *[1] * (v.ndim - 1)) for m, v in velocity.items()}
+        if all(bool(torch.isfinite(k).all()) for k in share.values()):
+            yield {m: v * share[m].to(v) for m, v in velocity.items()}
+
+
 def _signs(got: Values, want: Values) -> tuple[tuple[str, ...], float]:
     """The modalities whose sign has to be turned for both to agree best, and what then remains."""
     turned, residual = [], 0.0
@@ -102,7 +112,8 @@ def _agree(trial: Trial, ask: Ask, sigmas: Values, want: Values, who: str) -> Di
         told = change(sigmas)
         if kind and all(torch.equal(told[m], sigmas[m]) for m in names):
             continue
-        signs, residual = _signs(ask(told), want)
+        velocity = ask(told)
+        signs, residual = min((_signs(one, want) for one in _converted(velocity, told, sigmas)), key=lambda pair: pair[1])
         if not kind and not signs:
             continue
         cause = f"{kind} and velocity sign flipped" if kind and signs else kind or "velocity sign flipped"
