@@ -86,6 +86,8 @@ def test_a_packed_sequence_with_a_worker_of_its_own_holds_every_invariant() -> N
         "packing::packing_rounds_values",
         "prompts::the_trainers_embedding_is_reversed",
         "adapters::a_base_weight_trains_too",
+        "conditions::given_frames_are_held_at_a_level_of_their_own",
+        "conditions::given_frames_belong_to_the_next_sample",
         "sync::the_scale_is_merged_into_the_trainers_tensors",
         "update::the_optimizer_also_holds_the_base",
         "update::the_optimizer_also_holds_the_old_policy",
