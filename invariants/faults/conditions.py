@@ -55,11 +55,11 @@ def without_frames(condition: Any) -> Any:
 
 
 def with_noise(condition: Any) -> Any:
-    """Conditions whose given frames are held at a level of 0.3, always with the same noise."""
+    """Conditions whose given frames are held at a level of 0.5, always with the same noise."""
 
     def mixed(x: Any) -> Any:
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(int(1000 * float(x.abs().sum()))))
-        return 0.7 * x + 0.3 * noise.to(x)
+        return 0.5 * x + 0.5 * noise.to(x)
 
     rows = {name: mixed(condition.extra[name]) for name in ("given_rows",) if name in condition.extra}
     return replace(condition, given={n: mixed(v) for n, v in condition.given.items()}, extra=dict(condition.extra, **rows))
