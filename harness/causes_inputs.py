@@ -421,7 +421,8 @@ def _mixed(trial: Trial, modality: str) -> Diagnosis | None:
     share = float(got @ want / want.square().sum())
     spread = float((got - share * want).square().mean().sqrt())
     error = abs(1 - share - spread)
-    if 0.05 < share < 0.95 and trial.fits("given frames noised", error, 5 * spread * got.numel() ** -0.5):
+    chance = spread * (1 + float(want.square().mean()) ** -0.5) * got.numel() ** -0.5
+    if 0.05 < share < 0.95 and trial.fits("given frames noised", error, 5 * chance):
         return trial.found("given frames noised", f"given rows hold {share:.2g} of the clean frames and noise beside them, of {spread:.2g}", error)
     return None
 

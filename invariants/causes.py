@@ -308,7 +308,7 @@ def levels(trial: Trial) -> Diagnosis | None:
     port = trial.port
     if not (offers(port, "objective") and offers(port, "adapter") and offers(port, "update")):
         return None
-    plan = plan_for(port, levels=3, calls=max(4, port.least_calls))
+    plan = plan_for(port, levels=3, calls=max(7, port.least_calls))  # of which no level between is a thousandth
     update = port.update()
     update.begin(plan)
     calls = [call for number in range(2) for call in learn(port, plan, 87 + number, update=update).calls]
