@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,18 @@ class Case:
         # In float64 and rounded: float32 normals differ in their last bit between instruction sets.
         generators = {m: self.generator(f"{purpose}/{m}") for m in shapes}
         return {m: torch.randn(self.batch, *shape, generator=generators[m], dtype=torch.float64).float() for m, shape in shapes.items()}
+
+    def addresses(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Latents of which no two values are alike in any modality, so that none can move unseen: odd numbers from 2049 on, which float32 holds and
+        neither float16 nor bfloat16 does."""
+        import torch
+
+        result, start = {}, 2049
+        for modality, shape in shapes.items():
+            count = self.batch * math.prod(shape)
+            result[modality] = torch.arange(start, start + 2 * count, 2, dtype=torch.float32).view(self.batch, *shape)
+            start += 2 * count
+        return result
 
     def sigmas(self, purpose: str, modalities: tuple[str, ...], low: float = 0.02, high: float = 0.98) -> dict[str, torch.Tensor]:
         """One sigma per sample *and* modality, ``(batch,)`` float32, all different from each other (never only 0.5)."""

@@ -289,6 +289,8 @@ def _stale(trial: Trial, first: Layers, second: Layers) -> Diagnosis | None:
         return None
     if trial.says("stale adapter", all(torch.equal(first.got[n], second.got[n]) for n in names)):
         return trial.found("stale adapter", "after further hand-overs the rollout still acts with an adapter that it got before")
+    if found := _in_part(trial, first, second, wrong):
+        return found
     if tp == 1:
         return None
 
@@ -310,6 +312,33 @@ def _stale(trial: Trial, first: Layers, second: Layers) -> Diagnosis | None:
     residual = max(last(name) for name in wrong)
     if trial.fits("one rank has a stale adapter", residual, 1e-5):
         return trial.found("one rank has a stale adapter", f"rank {tp - 1} of {tp} keeps an adapter that it got before", residual)
+    return None
+
+
+def _in_part(trial: Trial, first: Layers, second: Layers, wrong: Sequence[str]) -> Diagnosis | None:
+    """Two hand-overs of which some layers heard nothing, or all of them one factor only; the factor that stayed is solved for in the first."""
+    acting = [n for n in wrong if float(second.got[n].norm()) > 1e-9]
+    if len(acting) < len(wrong):
+        return None
+    kept = max(relative_error(second.got[n], first.got[n]) for n in wrong)
+    if len(wrong) < len(second.projections) and trial.fits("adapter bound in part", kept, 1e-6):
+        where = f"{len(wrong)} of {len(second.projections)} projections keep an earlier adapter: {_list(wrong)}"
+        return trial.found("adapter bound in part", where, kept)
+    scale = second.config.scale
+
+    def stayed(name: str, factor: str) -> float:
+        x = second.inputs(name)
+        (a1, b1), (a2, b2) = (here.factors(name) for here in (first, second))
+        got1, got2 = (here.got[name].double() / scale for here in (first, second))
+        if factor == "B":  # got = B A x: B from the first A x, tried on the second
+            return relative_error(torch.linalg.lstsq((a1 @ x).T, got1.T).solution.T @ (a2 @ x), got2)
+        return relative_error(b2 @ torch.linalg.lstsq(b1, got1).solution, got2)
+
+    for factor, other in (("B", "A"), ("A", "B")):
+        residual = max(stayed(name, factor) for name in wrong)
+        if trial.fits("adapter bound in part", residual, 1e-4):
+            text = f"of each hand-over only {other} arrives in {_list(wrong)}: {factor} is what it was"
+            return trial.found("adapter bound in part", text, residual)
     return None
 
 
@@ -478,9 +507,9 @@ def selection(trial: Trial) -> Diagnosis | None:
     carrying = {name.rsplit(".lora_", 1)[0] for name in port.adapter_state("default")}
     base, targets = port.base_state(), tuple(f".{target}.weight" for target in port.adapter.targets)
     meant = {name.removesuffix(".weight") for name, value in base.items() if value.ndim == 2 and name.endswith(targets)}
-    if trial.says("projections without an adapter", bool(meant - carrying)):
+    if port.adapter.targets and trial.says("projections without an adapter", bool(meant - carrying)):
         return trial.found("projections without an adapter", f"{len(meant - carrying)} projections have no LoRA: {_list(sorted(meant - carrying))}")
-    if trial.says("adapter on other modules", bool(carrying - meant)):
+    if port.adapter.targets and trial.says("adapter on other modules", bool(carrying - meant)):
         return trial.found("adapter on other modules", f"{len(carrying - meant)} modules have LoRA unasked: {_list(sorted(carrying - meant))}")
     odd = AdapterConfig(6, 12.0, port.adapter.targets)
     port.add_adapter("probe", odd)

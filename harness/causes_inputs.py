@@ -13,22 +13,12 @@ from loudfail.harness.case import LONG_PROMPT, Case, smallest
 from loudfail.harness.causes_velocity import rearrangements
 from loudfail.harness.compare import relative_error
 from loudfail.harness.diagnose import Diagnosis, Mistake, Trial
-from loudfail.harness.port import Port, offers
+from loudfail.harness.port import offers
 
 Values = Mapping[str, torch.Tensor]
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------------------------------------
-def addresses(port: Port, case: Case) -> dict[str, torch.Tensor]:
-    """Latents ``(B, *shape)`` whose every value is its own index from 1 on, over all modalities."""
-    result, start = {}, 1
-    for modality, shape in port.shapes(case).items():
-        count = case.batch * math.prod(shape)
-        result[modality] = torch.arange(start, start + count, dtype=torch.float32).view(case.batch, *shape)
-        start += count
-    return result
-
-
 def _moved(got: torch.Tensor, want: torch.Tensor) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """What may have happened to address-valued latents ``(B, *shape)``: cause, what, and how much of it is not explained by that."""
 
@@ -75,7 +65,7 @@ def round_trip(trial: Trial) -> Diagnosis | None:
     if not (offers(port, "objective") and offers(port, "packing")):
         return None
     case = Case(seed=21, extent={axis: max(sizes) for axis, sizes in port.extents.items()}, prompts=("rain", "a bell rings twice", "wind"))
-    want = addresses(port, case)
+    want = case.addresses(port.shapes(case))
     rows = {m: r.detach() for m, r in port.pack(want).items()}
     back = port.unpack(rows, case)
     for modality in want:
@@ -410,9 +400,31 @@ def given(trial: Trial) -> Diagnosis | None:
             ],
             bound,
         )
-        if found:
+        if found or (found := _mixed(trial, modality)):
             return found
     return _ends(trial) or _referenced(trial)
+
+
+def _mixed(trial: Trial, modality: str) -> Diagnosis | None:
+    """Whether given rows are the clean frames and noise at one level, of which the share of the frames and the spread of the rest say the same."""
+    port, held, clean = trial.port, list[torch.Tensor](), list[torch.Tensor]()
+    for seed in range(16):
+        case = Case(seed, {axis: max(sizes) for axis, sizes in port.extents.items()}, ("rain", "wind"), max(port.givens, key=len))
+        latents, conditions_ = case.normal("latents", port.shapes(case)), port.conditions(case)
+        with torch.no_grad():
+            tables = port.observe(latents, case.sigmas("sigmas", port.modalities), conditions_)[1]
+        for i, frames in enumerate(port.given_latents(case)):
+            held.append(tables[i].values[modality][tables[i].given_of(modality)].double().cpu().flatten())
+            blocks = [{m: v[i : i + 1] for m, v in latents.items()} | {modality: frames[name][None]} for name in conditions_[i].given]
+            clean.append(torch.cat([port.pack(block)[modality][0] for block in blocks]).double().cpu().flatten())
+    got, want = torch.cat(held), torch.cat(clean)
+    share = float(got @ want / want.square().sum())
+    spread = float((got - share * want).square().mean().sqrt())
+    error = abs(1 - share - spread)
+    chance = spread * (1 + float(want.square().mean()) ** -0.5) * got.numel() ** -0.5
+    if 0.05 < share < 0.95 and trial.fits("given frames noised", error, 5 * chance):
+        return trial.found("given frames noised", f"given rows hold {share:.2g} of the clean frames and noise beside them, of {spread:.2g}", error)
+    return None
 
 
 def _ends(trial: Trial) -> Diagnosis | None:

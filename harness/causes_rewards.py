@@ -43,11 +43,12 @@ def decoding(trial: Trial) -> Diagnosis | None:
         parts = [getattr(one, modality) for one in media]
         x = [_content(part) for part in parts]
         rate = float(parts[0].sample_rate if isinstance(parts[0], Audio) else parts[0].fps)
-        if trial.says("modality missing", all(float(one.std()) == 0 for one in x)):
+        top = 1.0 if isinstance(parts[0], Audio) else 255.0
+        if trial.says("modality missing", all(float(one.std()) == 0 and float(one.abs().max()) < top for one in x)):
             return trial.found("modality missing", f"decoded {modality} is constant: it is filled in, not decoded")
         if modality in port.rates and trial.says("another rate", rate != port.rates[modality]):
             return trial.found("another rate", f"decoded {modality} says {rate:g} a second, the model publishes {port.rates[modality]:g}")
-        peak, top = float(x[0].abs().max()), 1.0 if isinstance(parts[0], Audio) else 255.0
+        peak = float(x[0].abs().max())
         for factor in (32768.0, 255.0, 127.5):
             if trial.says("range divided", 1e-6 < peak < top / factor * 1.01 and peak * factor > 0.02 * top):
                 return trial.found("range divided", f"decoded {modality} peaks at {peak:.2g}: it was divided by {factor:g} though it was no integer")

@@ -31,6 +31,15 @@ ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+#: A level whose angle has as many radians as that of the given one has degrees: a quarter turn at pure noise, the same at clean data, and the angle
+#: under which noise and data are mixed.
+ANGLES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda s: s * math.pi / 180,
+    lambda s: 1 - (1 - s) * math.pi / 180,
+    lambda s: (angle := (torch.atan2(s, 1 - s) * math.pi / 180).tan()) / (1 + angle),
+)
+
+
 def worst(got: Values, want: Values) -> float:
     """The largest relative error over modalities; infinite where shapes differ or NaN is about."""
     errors = [relative_error(got[m], want[m]) if got[m].shape == want[m].shape else math.inf for m in want]
@@ -49,12 +58,25 @@ def _levels(modalities: Sequence[str]) -> Iterator[tuple[str, str, Change]]:
         yield "time flipped", _of(chosen, modalities), lambda s, chosen=chosen: {m: 1 - v if m in chosen else v for m, v in s.items()}  # type: ignore[misc]
     for one, other in itertools.combinations(modalities, 2):
         yield "levels exchanged", f" between {one} and {other}", lambda s, a=one, b=other: {**s, a: s[b], b: s[a]}  # type: ignore[misc]
+    for chosen in subsets(modalities):
+        for change in ANGLES:
+            yield "degrees for radians", _of(chosen, modalities), lambda s, c=chosen, f=change: {m: f(v) if m in c else v for m, v in s.items()}  # type: ignore[misc]
     yield "sigma 1000 times too large", "", lambda s: {m: v / 1000 for m, v in s.items()}
     yield "sigma 1000 times too small", "", lambda s: {m: v * 1000 for m, v in s.items()}
 
 
 def _of(chosen: Sequence[str], modalities: Sequence[str]) -> str:
     return "" if len(chosen) == len(modalities) > 1 or len(modalities) == 1 else f" in {' and '.join(chosen)}"
+
+
+def _converted(velocity: Values, told: Values, sigmas: Values) -> Iterator[Values]:
+    """A velocity at changed levels as it is, and as it would be if only the network had heard of the change: an output that is x0, or noise, is
+    converted with the right level all the same."""
+    yield velocity
+    for part in (lambda s: s, lambda s: 1 - s):
+        share = {m: (part(told[m]) / part(sigmas[m])).view(-1, *[1] * (v.ndim - 1)) for m, v in velocity.items()}
+        if all(bool(torch.isfinite(k).all()) for k in share.values()):
+            yield {m: v * share[m].to(v) for m, v in velocity.items()}
 
 
 def _signs(got: Values, want: Values) -> tuple[tuple[str, ...], float]:
@@ -71,6 +93,7 @@ def _signs(got: Values, want: Values) -> tuple[tuple[str, ...], float]:
 
 
 TELLS = {
+    "degrees for radians": "with an angle of π / 180 of it{where} it holds: the {who} passes degrees where the model wants radians",
     "time flipped": "with t = 1 − sigma{where} it holds: the {who} passes a noise fraction where the model wants a data fraction, or the reverse",
     "levels exchanged": "with sigmas exchanged{where} it holds: the {who} passes each modality the other's level",
     "sigma 1000 times too large": "with sigma / 1000 it holds: the {who} passes a timestep of 0 to 1000 where the model wants 0 to 1",
@@ -90,7 +113,8 @@ def _agree(trial: Trial, ask: Ask, sigmas: Values, want: Values, who: str) -> Di
         told = change(sigmas)
         if kind and all(torch.equal(told[m], sigmas[m]) for m in names):
             continue
-        signs, residual = _signs(ask(told), want)
+        velocity = ask(told)
+        signs, residual = min((_signs(one, want) for one in _converted(velocity, told, sigmas)), key=lambda pair: pair[1])
         if not kind and not signs:
             continue
         cause = f"{kind} and velocity sign flipped" if kind and signs else kind or "velocity sign flipped"
@@ -404,11 +428,44 @@ def trained(trial: Trial) -> Diagnosis | None:
     }
     flip, sign = min(errors, key=lambda key: errors[key])
     cause = {(True, 1): "time flipped", (False, -1): "velocity sign flipped", (True, -1): "time and velocity sign flipped"}.get((flip, sign))
+    if blind := _untrained(trial, x, target, velocity):
+        return blind
     # A model that learned these data predicts them better than nothing does; a mistake under which it still does not is another one.
     if cause is None or errors[flip, sign] >= 0.98 or not trial.fits(cause, errors[flip, sign] / errors[False, 1], 0.98):
         return None
     text = f"on data that the model learned the error falls from {errors[False, 1]:.3g} to {errors[flip, sign]:.3g} of the target"
     return trial.found(cause, f"{text}: port, vendor and rollout share the mistake")
+
+
+def _untrained(trial: Trial, x: Values, target: Values, velocity: Mapping[bool, Values]) -> Diagnosis | None:
+    """Whether the weights know nothing of the data: beside the noised latents, the velocity at neither level says anything of the target.
+
+    Only where the vendor's loop agrees with the port, so that no convention can be what makes them useless.
+    """
+    port = trial.port
+    if not offers(port, "vendor"):
+        return None
+    case = smallest(port, seed=5)
+    conditions = port.conditions(case)
+    step = port.vendor_rollout(case.normal("noise", port.shapes(case)), max(4, port.least_calls), conditions).steps[1]
+    if worst(_velocity(port, step, conditions)(step.sigmas), step.velocity) > trial.bound:
+        return None
+    known, chance = 0.0, 0.0
+    for m in target:
+        left = _residue(target[m], [x[m]])
+        known = max(known, 1 - float(_residue(target[m], [x[m], velocity[False][m], velocity[True][m]]).square().sum() / left.square().sum()))
+        chance = max(chance, 20 / left.numel())
+    if trial.fits("checkpoint not trained", known, chance):
+        text = f"of what the noised latents leave of noise − x0 the velocity explains {known:.1g}, as chance would: random weights, or other data"
+        return trial.found("checkpoint not trained", text, known)
+    return None
+
+
+def _residue(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What no linear combination of the parts explains."""
+    columns = torch.stack([part.double().flatten().cpu() for part in parts], 1)
+    wanted = target.double().flatten().cpu()
+    return wanted - columns @ torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
 
 
 # -- who gets whose level and conditions -------------------------------------------------------------------------------------------------------
@@ -604,10 +661,12 @@ def grid(trial: Trial) -> Diagnosis | None:
         if found is not None:
             return found
     if port.shift:
-        return _grids(
+        found = _grids(
             trial, lambda n, case: port.grid(n, case), lambda n, case: {m: _shifted(_even(n), s) for m, s in port.shift.items()}, "the grid"
         )
-    return None
+        if found is not None:
+            return found
+    return _defined(trial)
 
 
 def rollout_grid(trial: Trial) -> Diagnosis | None:
@@ -696,6 +755,8 @@ def _grids(trial: Trial, subject: Grid, oracle: Grid, who: str, bound: float = 2
     mistakes: list[tuple[str, str, Callable[[int, str], torch.Tensor | None]]] = [
         ("grid with a point less", "is that of one model call less", lambda i, m: of(counts[i] - 1, m)),
         ("grid with a point more", "is that of one model call more", lambda i, m: of(counts[i] + 1, m)),
+        ("first level missing", "lacks its first level, pure noise", lambda i, m: wants[i][m][1:]),
+        ("first level missing", "begins at the second level of one call more", lambda i, m: _tail(of(counts[i] + 1, m))),
         ("terminal level missing", "lacks the terminal 0", lambda i, m: wants[i][m][:-1]),
         ("terminal level doubled", "holds the terminal 0 twice", lambda i, m: torch.cat([wants[i][m], wants[i][m].new_zeros(1)])),
         ("grid flipped", "ascends from data to noise", lambda i, m: wants[i][m].flip(0)),
@@ -740,6 +801,32 @@ def _grids(trial: Trial, subject: Grid, oracle: Grid, who: str, bound: float = 2
 
     if trial.fits("grid of flow-match Euler", residual := error(euler, wrong), bound):
         return trial.found("grid of flow-match Euler", f"{who}{where} is the usual flow-match Euler's, whose end points are shifted twice", residual)
+    return None
+
+
+def _tail(points: torch.Tensor | None) -> torch.Tensor | None:
+    return None if points is None else points[1:]
+
+
+def _defined(trial: Trial) -> Diagnosis | None:
+    """A grid against its definition alone: as many levels as calls and one more, from 1 down to 0."""
+    port = trial.port
+    calls = max(6, port.least_calls)
+    for m, g in port.grid(calls, smallest(port)).items():
+        first, last, points = float(g[0]), float(g[-1]), g.numel()
+        here = f"the grid of {m} for {calls} calls"
+        if trial.says("grid flipped", first < last):
+            return trial.found("grid flipped", f"{here} ascends from {first:.4g} to {last:.4g}")
+        if trial.says("sigma 1000 times too large", first > 100):
+            return trial.found("sigma 1000 times too large", f"{here} begins at {first:.4g}")
+        if trial.says("first level missing", points == calls and first < 1 and last == 0):
+            return trial.found("first level missing", f"{here} has {points} points and begins at {first:.4g}: the first, pure noise, is missing")
+        if trial.says("terminal level missing", points == calls and first == 1 and last > 0):
+            return trial.found("terminal level missing", f"{here} has {points} points and ends at {last:.4g}")
+        if trial.says("terminal level doubled", points == calls + 2 and float(g[-2]) == last == 0):
+            return trial.found("terminal level doubled", f"{here} holds the terminal 0 twice")
+        if trial.says("grid starts below pure noise", points == calls + 1 and first < 1):
+            return trial.found("grid starts below pure noise", f"{here} begins at {first:.4g}, though what is sampled from is pure noise")
     return None
 
 

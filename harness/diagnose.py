@@ -36,6 +36,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
         "causes_velocity:told",
         "causes_velocity:grid",
         "causes_velocity:batch",
+        "causes_inputs:given",
         "causes_inputs:round_trip",
         "causes_inputs:rows",
         "causes_velocity:rounding",

@@ -9,7 +9,7 @@ from typing import Any
 
 from loudfail.harness import environment, registry
 from loudfail.harness.gate import Gate
-from loudfail.harness.killmatrix import OUTCOMES, Kill, kill_each, obstacle
+from loudfail.harness.killmatrix import OUTCOMES, Kill, blind, checks, kill_each, obstacle
 from loudfail.harness.options import Options, UsageProblem, prepare_folder
 from loudfail.harness.portcheck import PortProblem
 from loudfail.harness.progress import StatusLine, failure_text
@@ -18,6 +18,8 @@ from loudfail.harness.registry import Fault, Invariant
 from loudfail.harness.result import Result
 
 SCHEMA = "loudfail.faults/1"
+#: Statuses of an invariant that says nothing about the port.
+NOT_RUN = ("uncovered", "unavailable")
 
 
 def choose(names: Sequence[str], text: str = "") -> list[Fault]:
@@ -64,11 +66,14 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
             line.print(f"ERROR the port does not work: {problem}")
             return 1
         if not faults:
-            line.print(f"none of the {len(chosen)} faults applies to {options.port}")
-            _explain(obstacles, line)
-            return 5
-        alarms = _baseline(gate, invariants, line)
-        kills = _matrix(gate, faults, invariants, line)
+            return _none(options, obstacles, line)
+        clean = _baseline(gate, invariants, line)
+        alarms = [result for result in clean if result.status not in ("holds", *NOT_RUN)]
+        idle = {(result.id, result.degree): f"{result.name} is {result.status}, {result.message}" for result in clean if result.status in NOT_RUN}
+        obstacles |= {fault.id: blind(fault, checks(fault, invariants, options.degrees), idle) for fault in faults}
+        if not (faults := [fault for fault in faults if not obstacles[fault.id]]):
+            return _none(options, obstacles, line)
+        kills = _matrix(gate, faults, invariants, idle, line)
     finally:
         gate.close()
     record = summarize(options, chosen, kills, alarms, time.perf_counter() - started, obstacles)
@@ -89,6 +94,12 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
     return 1 if alarms or any(kill.outcome != "caught" for kill in kills) else 0
 
 
+def _none(options: Options, obstacles: Mapping[str, str], line: StatusLine) -> int:
+    line.print(f"none of the {len(obstacles)} faults applies to {options.port}")
+    _explain(obstacles, line)
+    return 5
+
+
 def _explain(obstacles: Mapping[str, str], line: StatusLine) -> None:
     """The faults that do not apply, by reason."""
     reasons: dict[str, list[str]] = {}
@@ -100,22 +111,25 @@ def _explain(obstacles: Mapping[str, str], line: StatusLine) -> None:
 
 
 def _baseline(gate: Gate, invariants: Sequence[Invariant], line: StatusLine) -> list[Result]:
-    """Results of the clean port that would be false alarms."""
+    """Results of the clean port; whatever is violated there is a false alarm."""
     pairs = [(invariant, degree) for invariant in invariants for degree in gate.degrees_of(invariant)]
     pairs.sort(key=lambda pair: pair[1] is not None or "engine" in pair[0].seams)  # the ranks import meanwhile
-    alarms, skipped, started = [], 0, time.perf_counter()
+    results, started = list[Result](), time.perf_counter()
     for number, (invariant, degree) in enumerate(pairs, 1):
         line.show(f"clean port: {number} of {len(pairs)} · {invariant.id}")
         result = gate.check(invariant, degree)
-        skipped += result.status in ("uncovered", "unavailable")
-        if result.status not in ("holds", "uncovered", "unavailable"):
-            alarms.append(result)
+        results.append(result)
+        if result.status not in ("holds", *NOT_RUN):
             line.print(f"FALSE ALARM {failure_text(result)}")
-    line.print(f"clean port: {len(pairs)} checks, {len(alarms)} false alarms, {skipped} not run · {time.perf_counter() - started:.1f} s")
-    return alarms
+    skipped = sum(result.status in NOT_RUN for result in results)
+    alarms = sum(result.status != "holds" for result in results) - skipped
+    line.print(f"clean port: {len(pairs)} checks, {alarms} false alarms, {skipped} not run · {time.perf_counter() - started:.1f} s")
+    return results
 
 
-def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant], line: StatusLine) -> list[Kill]:
+def _matrix(
+    gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant], idle: Mapping[tuple[str, int | None], str], line: StatusLine
+) -> list[Kill]:
     kills: list[Kill] = []
 
     def progress(kill: Kill) -> None:
@@ -128,7 +142,7 @@ def _matrix(gate: Gate, faults: Sequence[Fault], invariants: Sequence[Invariant]
         for result in kill.results:
             result.rerun = f"loudfail faults {gate.options.port} {kill.fault}"
 
-    kill_each(faults, gate.port, invariants, gate.options.degrees, progress=progress)
+    kill_each(faults, gate.port, invariants, gate.options.degrees, idle=idle, progress=progress)
     return kills
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from loudfail.harness import inject, runner
@@ -74,27 +75,48 @@ def applicable(fault: Fault, port: Port) -> bool:
     return not obstacle(fault, port)
 
 
-def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Sequence[int], *, seed: int = 0) -> Kill:
+def checks(fault: Fault, invariants: Iterable[Invariant], degrees: Sequence[int]) -> list[tuple[Invariant, int | None]]:
+    """The invariants that must catch a fault, those that are per degree at each degree of a run at which it shows."""
+    shown = [degree for degree in degrees if not fault.degrees or degree in fault.degrees]
+    return [(one, degree) for one in invariants if one.id in fault.catches for degree in (shown if one.per_degree else (None,))]
+
+
+def blind(fault: Fault, pairs: Sequence[tuple[Invariant, int | None]], idle: Mapping[tuple[str, int | None], str]) -> str:
+    """Why none of the checks that must catch a fault can run, on the clean port either; empty if one can."""
+    if not pairs:
+        return f"it shows at tensor-parallel degree {', '.join(map(str, fault.degrees))} only"
+    reasons = [idle.get((one.id, degree), "") for one, degree in pairs]
+    return f"what would see it is not run here: {reasons[0]}" if all(reasons) else ""
+
+
+def kill(
+    fault: Fault,
+    port: Port,
+    invariants: Sequence[Invariant],
+    degrees: Sequence[int],
+    *,
+    seed: int = 0,
+    idle: Mapping[tuple[str, int | None], str] = MappingProxyType({}),
+) -> Kill:
     """Inject one fault, run the invariants named for it, mend it.
 
     Args:
         invariants: all invariants; those that the fault names are run.
         degrees: tensor-parallel degrees of this run; per-degree invariants run at those at which the fault shows.
+        idle: invariant and degree → why it is not run on the clean port, where it need not see anything.
     """
     started = time.perf_counter()
-    named = [invariant for invariant in invariants if invariant.id in fault.catches]
-    shown = [degree for degree in degrees if not fault.degrees or degree in fault.degrees]
+    pairs = [(one, degree) for one, degree in checks(fault, invariants, degrees) if (one.id, degree) not in idle]
     result = Kill(fault.id, fault.claim, fault.source, "escaped", 0.0, cause=fault.cause)
     with inject.counting() as fired:
         try:
             with fault.inject(port):
-                for invariant in named:
-                    for degree in shown if invariant.per_degree else (None,):
-                        explain = bool(fault.cause) and result.named is None
-                        one = runner.run(invariant, port, degree, seed=seed, shrink=False, explain=explain, patience=PATIENCE)
-                        result.results.append(one)
-                        if one.diagnosis is not None:
-                            result.named, result.diagnosis = one.diagnosis["cause"], one.diagnosis["text"]
+                for invariant, degree in pairs:
+                    explain = bool(fault.cause) and result.named is None
+                    one = runner.run(invariant, port, degree, seed=seed, shrink=False, explain=explain, patience=PATIENCE)
+                    result.results.append(one)
+                    if one.diagnosis is not None:
+                        result.named, result.diagnosis = one.diagnosis["cause"], one.diagnosis["text"]
         except Exception as error:
             result.outcome, result.message = "crashed", f"the injection itself failed: {type(error).__name__}: {error}"
             result.results.append(Result(fault.id, fault.claim, "error", message=result.message, traceback=traceback.format_exc()))
@@ -119,13 +141,19 @@ def kill(fault: Fault, port: Port, invariants: Sequence[Invariant], degrees: Seq
 
 
 def kill_each(
-    faults: Iterable[Fault], port: Port, invariants: Sequence[Invariant], degrees: Sequence[int], *, progress: Callable[[Kill], None] = lambda _: None
+    faults: Iterable[Fault],
+    port: Port,
+    invariants: Sequence[Invariant],
+    degrees: Sequence[int],
+    *,
+    idle: Mapping[tuple[str, int | None], str] = MappingProxyType({}),
+    progress: Callable[[Kill], None] = lambda _: None,
 ) -> list[Kill]:
     """`kill` for each applicable fault, in order."""
     kills = []
     for fault in faults:
         if applicable(fault, port):
-            kills.append(kill(fault, port, invariants, degrees))
+            kills.append(kill(fault, port, invariants, degrees, idle=idle))
             progress(kills[-1])
     return kills
 

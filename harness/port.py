@@ -61,7 +61,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA configuration: rank r, alpha (the effective scale is alpha / r), and the suffixes of the projections that it adapts."""
+    """LoRA configuration: rank r, alpha (the effective scale is alpha / r), and the suffixes of the projections that it adapts; empty where a port
+    adapts the same projections whatever is configured."""
 
     rank: int = 64
     alpha: float = 128.0
@@ -121,7 +122,8 @@ class RowTable:
         position: rotary or positional coordinates, ``(rows, axes)``, time first.
         values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
         output: modality → the raw output rows of the model for the same rows, without the port's sign; gradients are retained if they are on. Of
-            the generated rows alone where the model has no output for given ones.
+            the generated rows alone where the model has no output for given ones. The velocity must be made of these tensors, which a slice of the
+            output is not: where modalities share one output, the hook returns it put together from them.
     """
 
     modality: tuple[str, ...]
@@ -721,6 +723,21 @@ def need(port: Port, *seams: str) -> None:
     if missing:
         methods = [m for seam in missing for m in SEAMS[seam] if getattr(type(port), m, None) is getattr(Port, m, None)]
         raise Uncovered(f"port {port.name!r} does not offer {', '.join(missing)} (missing: {', '.join(dict.fromkeys(methods))})")
+
+
+def targets(port: Port) -> tuple[str, ...]:
+    """The suffixes of the projections that the adapter reaches: the configured ones, or the last names of the projections where none are."""
+    return port.adapter.targets or tuple(dict.fromkeys(name.rsplit(".", 1)[-1] for name in port.projections()))
+
+
+def base_parameters(port: Port) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the actor that belong to no adapter, by the actor's names; which do, the port says itself. ``default`` trains afterwards."""
+    factors = set()
+    for adapter in port.adapter_names():
+        port.select_trainable(adapter)
+        factors |= {id(parameter) for parameter in port.trainable().values()}
+    port.select_trainable("default")
+    return {name: parameter for name, parameter in port.actor.named_parameters() if id(parameter) not in factors}
 
 
 def noised(x0: Latents, noise: Latents, sigmas: Sigmas) -> dict[str, torch.Tensor]:

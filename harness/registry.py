@@ -45,7 +45,7 @@ class Invariant:
 
     Attributes:
         id: ``file::name``.
-        claim: the first line of its docstring, a sentence that is true when it passes.
+        claim: the first paragraph of its docstring, a sentence that is true when it passes.
         seams: the seams of the port that it needs.
         per_degree: it takes ``tp`` and is run once for each tensor-parallel degree.
         examples: how many inputs Hypothesis draws; 0 when nothing is drawn.
@@ -81,7 +81,7 @@ class Fault:
 
     Attributes:
         id: ``file::name``.
-        claim: what is wrong, one line (the docstring's first).
+        claim: what is wrong (the docstring's first paragraph).
         source: public report that it comes from, or ``own``.
         catches: ids of the invariants that must be violated.
         inject: context manager function ``(port) -> None`` that breaks the port, or an upstream class, and undoes it on exit.
@@ -109,6 +109,10 @@ _invariants: dict[str, Invariant] = {}
 _faults: dict[str, Fault] = {}
 
 
+def _claim(doc: str) -> str:
+    return " ".join(doc.split("\n\n")[0].split()).rstrip(".")
+
+
 def invariant(
     *seams: str, examples: int = 0, scales: Iterable[str] = ("tiny",), processes: bool = False, **strategies: Callable[[Any], Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -130,14 +134,14 @@ def invariant(
         name = f"{function.__module__.rsplit('.', 1)[-1]}::{function.__name__}"
         parameters = list(inspect.signature(function).parameters)
         if not (function.__doc__ or "").strip():
-            raise TypeError(f"{name}: an invariant states its claim in the first line of its docstring")
+            raise TypeError(f"{name}: an invariant states its claim in the first paragraph of its docstring")
         if set(parameters) != {"port", *(["tp"] if "tp" in parameters else []), *strategies}:
             raise TypeError(f"{name}: takes {parameters}, but gets port, tp (optional) and {sorted(strategies)}")
         if bool(strategies) != (examples > 0):
             raise TypeError(f"{name}: examples and strategies go together")
         doc = inspect.getdoc(function) or ""
         _invariants[name] = Invariant(
-            name, doc.splitlines()[0].rstrip("."), doc, function, seams, "tp" in parameters, examples, dict(strategies), tuple(scales), processes
+            name, _claim(doc), doc, function, seams, "tp" in parameters, examples, dict(strategies), tuple(scales), processes
         )
         return function
 
@@ -162,7 +166,7 @@ def fault(
         doc = inspect.getdoc(function) or ""
         if not doc:
             raise TypeError(f"{name}: a fault says in its docstring what is wrong")
-        claim, inject = doc.splitlines()[0].rstrip("."), contextmanager(function)
+        claim, inject = _claim(doc), contextmanager(function)
         _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless, cause)
         return function
 

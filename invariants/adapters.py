@@ -10,7 +10,7 @@ from loudfail.harness.case import Case, cases, smallest
 from loudfail.harness.compare import chart, note, relative_error, require, require_at_least, require_close, require_each_close, require_equal
 from loudfail.harness.port import AdapterConfig, Port, random_adapter
 from loudfail.harness.registry import BOTH, invariant
-from loudfail.harness.violation import Violation
+from loudfail.harness.violation import Uncovered, Violation
 
 
 def configs(port: Port) -> Any:
@@ -55,6 +55,8 @@ def every_configured_projection_carries_lora_and_nothing_else_does(port: Port) -
     A target that matches nothing, or a suffix that also matches modules the rollout does not know (token refiners), is silent: the loss falls anyway.
     Oracle: the names in the vendor's own state dict. Not covered: whether the rollout knows them (`sync`).
     """
+    if not port.adapter.targets:
+        raise Uncovered(f"port {port.name!r} configures no targets: nothing but its own projections says what should carry LoRA")
     want = {
         name.removesuffix(".weight")
         for name, value in port.base_state().items()

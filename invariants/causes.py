@@ -10,12 +10,14 @@ import torch
 from loudfail.harness.case import Case
 from loudfail.harness.compare import relative_error
 from loudfail.harness.diagnose import Diagnosis, Mistake, Trial, experiment
-from loudfail.harness.port import Noised, Plan, Port, noised, offers
+from loudfail.harness.port import Noised, Plan, Port, noised, offers, random_adapter
 from loudfail.harness.violation import Uncovered
 from loudfail.invariants.advantages import advantages, optimality
 from loudfail.invariants.objective import Gradient, Learned, drawn, flat, learn, plan_for, slope
+from loudfail.invariants.update import SCHEDULES
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+State = dict[str, torch.Tensor]
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +108,60 @@ def optimizer(trial: Trial) -> Diagnosis | None:
     rates = sorted({float(group["lr"]) for group in groups})
     if trial.says("another learning rate", rates != [plan.learning_rate]):
         return trial.found("another learning rate", f"the optimizer has {rates}, the plan says {plan.learning_rate:g}")
+    return None
+
+
+@experiment("update")
+def refreshing(trial: Trial) -> Diagnosis | None:
+    """What a refresh makes of the old policy, under each schedule and at two intervals, against what the schedule says."""
+    port = trial.port
+    if not (offers(port, "adapter") and offers(port, "update")):
+        return None
+    bound = port.bound(float32=1e-5, bfloat16=1e-2)
+
+    def refreshed(schedule: str, steps: Sequence[int], every: int) -> list[tuple[State, State, State]]:
+        """Of each step: old as it is, as it was, and what trains."""
+        update, seen = port.update(), []
+        update.begin(plan_for(port, old=schedule, old_every=every))
+        for step in steps:
+            for number, name in enumerate(("default", "old")):
+                port.load_adapter(name, random_adapter(port, port.adapter, 641 + number + 2 * step))
+            then, theta = port.adapter_state("old"), port.adapter_state("default")
+            update.refresh(step)
+            seen.append((port.adapter_state("old"), then, theta))
+        return seen
+
+    at = {"copy": 2, "linear_to_0_5": 300, "delayed_linear_to_0_999": 100}
+    moved = {schedule: refreshed(schedule, [step], 1)[0] for schedule, step in at.items()}
+
+    def off(decay: Callable[[float], float] = lambda d: d, part: str = "") -> float:
+        """The worst error if that is made of the schedule's decay, the step counted from 0 or from 1; old stays in tensors of another part."""
+
+        def error(first: int) -> float:
+            errors = []
+            for schedule, (now, then, theta) in moved.items():
+                meant = decay(SCHEDULES[schedule](at[schedule] + first))
+                for n in now:
+                    d = meant if part in n else 1.0
+                    errors.append(relative_error(now[n], d * then[n].double() + (1 - d) * theta[n].double()))
+            return max(errors)
+
+        return min(error(0), error(1))
+
+    if (plain := off()) > bound:
+        never, reverse = "a refresh leaves the old policy as it was, whatever the schedule", "old keeps 1 − d of itself where the schedule says d"
+        copied = "a refresh copies what trains: the schedule is ignored, or not told the step"
+        mistakes = [
+            Mistake("old policy never refreshed", never, lambda: off(lambda d: 1.0)),
+            Mistake("decay reversed", reverse, lambda: off(lambda d: 1 - d)),
+            Mistake("old policy is a copy", copied, lambda: off(lambda d: 0.0)),
+            Mistake("old policy refreshed in part", "a refresh moves B and leaves A as it was", lambda: off(part="lora_B")),
+            Mistake("old policy refreshed in part", "a refresh moves A and leaves B as it was", lambda: off(part="lora_A")),
+        ]
+        return trial.first(mistakes, bound, plain)
+    still = [all(torch.equal(now[n], then[n]) for n in now) for now, then, _ in refreshed("copy", range(6), 3)]
+    if trial.says("refresh interval ignored", sum(still) != 4):
+        return trial.found("refresh interval ignored", f"with an interval of 3 old is refreshed after {6 - sum(still)} of 6 steps")
     return None
 
 
@@ -252,7 +308,7 @@ def levels(trial: Trial) -> Diagnosis | None:
     port = trial.port
     if not (offers(port, "objective") and offers(port, "adapter") and offers(port, "update")):
         return None
-    plan = plan_for(port, levels=3, calls=max(4, port.least_calls))
+    plan = plan_for(port, levels=3, calls=max(7, port.least_calls))  # of which no level between is a thousandth
     update = port.update()
     update.begin(plan)
     calls = [call for number in range(2) for call in learn(port, plan, 87 + number, update=update).calls]
@@ -265,6 +321,9 @@ def levels(trial: Trial) -> Diagnosis | None:
     def worst(change: Callable[[str], torch.Tensor]) -> Callable[[], float]:
         return lambda: max(away(told[m], change(m)) for m in port.modalities)
 
+    def cut(points: torch.Tensor) -> torch.Tensor:
+        return (1000 * points).floor().double() / 1000  # where rounding decides, float32 and float64 may cut to different steps
+
     grid = port.grid(plan.calls, case)
     if worst(lambda m: grid[m])() <= 1e-6:
         used = {float(s) for s in told[port.modalities[0]]}
@@ -276,7 +335,7 @@ def levels(trial: Trial) -> Diagnosis | None:
         for other in grid
     ]
     mistakes += [
-        Mistake("sigma rounded", "levels are cut down to one of 1000 steps", worst(lambda m: (1000 * grid[m]).floor() / 1000)),
+        Mistake("sigma rounded", "levels are cut down to one of 1000 steps", worst(lambda m: torch.cat([cut(grid[m]), cut(grid[m].double())]))),
         Mistake("sigma rounded", "levels are rounded to one of 1000 steps", worst(lambda m: (1000 * grid[m]).round() / 1000)),
         Mistake("time flipped", "training is told 1 − sigma", worst(lambda m: 1 - grid[m])),
     ]

@@ -11,16 +11,6 @@ from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Uncovered
 
 
-def addresses(port: Port, case: Case) -> dict[str, torch.Tensor]:
-    """Latents whose every value is its own index over all modalities, so that no two are alike and none can move unseen; exact in float32."""
-    result, start = {}, 1
-    for modality, shape in port.shapes(case).items():
-        count = case.batch * int(torch.tensor(shape).prod())
-        result[modality] = torch.arange(start, start + count, dtype=torch.float32).view(case.batch, *shape)
-        start += count
-    return result
-
-
 @invariant("objective", "packing", scales=BOTH, examples=10, case=cases(batch=(1, 3), given=False))
 def unpacking_restores_every_value(port: Port, case: Case) -> None:
     """Unpacking what was packed gives the same latents, bit for bit, for any extent and batch.
@@ -28,7 +18,7 @@ def unpacking_restores_every_value(port: Port, case: Case) -> None:
     Address-valued latents: a transposed patch, a swapped axis or a row that moved shows at once, while normal noise would look plausible.
     Does not see packing and unpacking that are wrong in the same way: `the_vendors_loop_starts_from_the_noise_it_was_given` does.
     """
-    latents = addresses(port, case)
+    latents = case.addresses(port.shapes(case))
     got = port.unpack(port.pack(latents), case)
     require(sorted(got) == sorted(latents), got=sorted(got), want=sorted(latents), where="modalities")
     for modality in latents:
@@ -41,7 +31,7 @@ def packing_moves_values_and_makes_none(port: Port, case: Case) -> None:
 
     Sees values that are rounded, scaled, padded, repeated, lost, or taken from another sample or modality.
     """
-    latents = addresses(port, case)
+    latents = case.addresses(port.shapes(case))
     for modality, rows in port.pack(latents).items():
         require(rows.ndim == 3 and rows.shape[0] == case.batch, got=tuple(rows.shape), want="(batch, rows, width)", where=modality)
         for index in range(case.batch):
@@ -56,7 +46,7 @@ def the_vendors_loop_starts_from_the_noise_it_was_given(port: Port, case: Case) 
     The vendor's own packing is the oracle of the port's unpacking, so that a round trip of two equal mistakes is seen: transposed patches,
     channel-major against time-major audio.
     """
-    noise = addresses(port, case)
+    noise = case.addresses(port.shapes(case))
     first = port.vendor_rollout(noise, port.least_calls, port.conditions(case)).steps[0]
     for modality in port.modalities:
         require_equal(first.latents[modality].cpu(), noise[modality], where=f"{modality}, {dict(case.extent)}, given {case.given}")
@@ -133,10 +123,11 @@ def rows_stand_in_the_order_of_their_time(port: Port, case: Case) -> None:
             for index in step.unique().tolist():
                 spread = times[step == index]
                 require(float(spread.max() - spread.min()) == 0, got=spread.unique().tolist(), want="one time", where=f"{modality}, step {index}")
-            rows = torch.tensor([m == modality for m in table.modality])
             order = torch.stack([times[step == index][0] for index in step.unique().tolist()])
             require(bool((order[1:] > order[:-1]).all()), got=order.tolist(), want="ascending with the steps", where=modality)
-            starts[modality] = float(table.position[rows, 0].min())  # a given first frame may be the first of the clip
+            if port.given_replaces:  # a given first frame is the first of the clip
+                times = table.position[torch.tensor([m == modality for m in table.modality]), 0]
+            starts[modality] = float(times.min())
         require(len(set(starts.values())) == 1, got=starts, want="all modalities start at one time", where="clocks")
 
 

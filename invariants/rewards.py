@@ -367,11 +367,11 @@ def _seeds(_: Port) -> Any:
 
 
 def rustle(seed: int, rate: int, seconds: float = 0.8) -> Audio:
-    """Sixty sines between 150 Hz and 10.5 kHz that fade in and out: the same band-limited sound, computed at any rate above 21 kHz."""
+    """Sixty sines between 20 Hz and 10.5 kHz that fade in and out: the same band-limited sound, computed at any rate above 21 kHz."""
     random = np.random.default_rng(seed)
     t = np.arange(round(seconds * rate)) / rate
     fade = np.minimum(1, 10 * np.minimum(t, seconds - t))
-    waves = zip(150 * 70 ** random.random(60), 2 * np.pi * random.random(60), random.uniform(0.2, 1, 60), strict=True)
+    waves = zip(20 * 525 ** random.random(60), 2 * np.pi * random.random(60), random.uniform(0.2, 1, 60), strict=True)
     x = fade * sum(size * np.sin(2 * np.pi * hertz * t + phase) for hertz, phase, size in waves) / 40
     return Audio(np.stack([x, 0.8 * x]).astype(np.float32), rate)
 

@@ -8,7 +8,7 @@ import torch
 
 from loudfail.harness.case import smallest
 from loudfail.harness.compare import chart, note, relative_error, require, require_at_least, require_close, require_equal
-from loudfail.harness.port import AdapterConfig, Port, probe, random_adapter
+from loudfail.harness.port import AdapterConfig, Port, probe, random_adapter, targets
 from loudfail.harness.registry import BOTH, invariant
 from loudfail.harness.violation import Violation
 
@@ -54,7 +54,7 @@ def versions(port: Port) -> Any:
             AdapterConfig, rank=st.sampled_from([4, 8, 24, 64]), alpha=st.sampled_from([1.0, 7.0, 128.0]), targets=st.just(port.adapter.targets)
         ),
         st.integers(0, 2**31 - 1),
-        st.sets(st.sampled_from(port.adapter.targets), max_size=2),
+        st.sets(st.sampled_from(targets(port)), max_size=2),
     )
     return st.lists(one, min_size=2, max_size=3)
 
@@ -109,7 +109,7 @@ def every_adapter_tensor_is_registered_and_bound(port: Port, tp: int) -> None:
     report = engine.set_adapter(random_adapter(port, port.adapter, 31), port.adapter, version)
     require(report.registered >= len(projections), got=report.registered, want=f"at least {len(projections)}", where=f"tp {tp}, registered")
     require(report.bound == report.registered, got=report.bound, want=report.registered, where=f"tp {tp}, bound")
-    for target in port.adapter.targets:
+    for target in targets(port):
         here = [name for name in engine.delta_response(1, 0) if name.endswith(f".{target}")]
         want = [name for name in projections if name.endswith(f".{target}")]
         require(sorted(here) == sorted(want), got=f"{len(here)} layers", want=f"{len(want)} layers", where=f"tp {tp}, {target}")
@@ -133,7 +133,7 @@ def each_projection_alone_reaches_only_itself(port: Port, tp: int) -> None:
     Swapped names (k into v, gate into value) can cancel in a sum; one at a time they cannot.
     """
     state = random_adapter(port, port.adapter, 41)
-    for target in port.adapter.targets:
+    for target in targets(port):
         only = {n: v if n.rsplit(".lora_", 1)[0].endswith(f".{target}") else torch.zeros_like(v) for n, v in state.items()}
         hand_over(port, tp, only)
         check_response(port, tp, only, port.adapter, f"tp {tp}, {target} alone")

@@ -17,7 +17,7 @@ import pytest
 from test_world import gone, wait_for
 
 from conftest import Ran
-from loudfail.harness import cli
+from loudfail.harness import cli, registry
 
 HERE = Path(__file__).parent
 Loudfail = Callable[..., Ran]
@@ -280,6 +280,15 @@ def test_list_for_machines_and_in_full(loudfail: Loudfail) -> None:
     fault = next(one for one in record["faults"] if one["id"] == "schedule::squared_grid")
     assert fault["catches"] == ["schedule::grid_is_uniform"] and fault["source"] == "own" and fault["claim"] == "The grid is squared"
     assert "The grid is uniform." in loudfail("list", "schedule::grid_is_uniform").out
+
+
+def test_a_claim_of_two_lines_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the real suite, whose longest claims do not fit a line."""
+    claims = {one.id: " ".join(one.doc.split("\n\n")[0].split()).rstrip(".") for one in (*registry.invariants(), *registry.faults())}
+    assert cli.main(["list"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert {f"      {claim}" for claim in claims.values()} <= set(shown)
+    assert any(len(claim) > 150 for claim in claims.values())
 
 
 def test_env_for_machines(loudfail: Loudfail) -> None:

@@ -6,17 +6,20 @@ import math
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from oddport import OddPort
+from packedport import PackedPort
+from toyactor import ToyActor
 
 from loudfail.harness import causes_rewards, causes_velocity, diagnose, registry, report, runner
 from loudfail.harness.case import Case
 from loudfail.harness.diagnose import EXPERIMENTS, Diagnosis, Mistake, OutOfTime, Trial
+from loudfail.harness.port import random_adapter
 from loudfail.harness.progress import failure_text
 from loudfail.harness.result import Result
 
@@ -42,7 +45,7 @@ def run(name: str, port: Any, degree: int | None = None) -> Result:
 
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_no_experiment_finds_a_mistake_in_a_clean_port(h3: Any, ltx2: Any, odd: OddPort, name: str) -> None:
-    for port in (h3, ltx2, odd):
+    for port in (h3, ltx2, odd, PackedPort()):
         with diagnose._restored(port):
             trial = Trial(port, 2, time.perf_counter() + 60)
             assert ATTEMPTS[name](trial) is None, port.name
@@ -256,6 +259,150 @@ def test_weights_that_arrive_in_another_place_or_turned(change: Any, degree: int
     assert found is not None and found["cause"] == cause, found
 
 
+def kept(*endings: str) -> Any:
+    """A worker that goes on with the first adapter tensors that it got where their names end so."""
+    first: dict[str, torch.Tensor] = {}
+
+    def change(state: dict[str, Any]) -> dict[str, Any]:
+        mine = {n: first.setdefault(n, v) for n, v in state.items() if n.endswith(endings)}
+        return state | {n: v for n, v in mine.items() if v.shape == state[n].shape}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("endings", "text"),
+    [
+        (("lora_B.weight",), "only A arrives in"),
+        (("lora_A.weight",), "only B arrives in"),
+        (("0.up.lora_A.weight", "0.up.lora_B.weight"), "1 of 4 projections keep an earlier adapter: blocks.0.up"),
+    ],
+)
+def test_an_adapter_that_arrives_in_part(endings: tuple[str, ...], text: str) -> None:
+    port = engine_with(kept(*endings))
+    port.engine(2).set_adapter(random_adapter(port, port.adapter, 1), port.adapter, 999)
+    found = run("sync::every_projection_reaches_the_rollout", port, 2).diagnosis
+    assert found is not None and found["cause"] == "adapter bound in part" and text in found["text"], found
+    assert 0 <= found["residual"] <= 1e-4
+
+
+def without_first(calls: int) -> tuple[int, slice]:
+    return calls, slice(1, None)
+
+
+def from_the_second(calls: int) -> tuple[int, slice]:
+    return calls + 1, slice(1, None)
+
+
+@pytest.mark.parametrize("cut", [without_first, from_the_second])
+@pytest.mark.parametrize("kind", [OddPort, ToyActor])
+def test_a_grid_without_its_first_level(kind: Any, cut: Any) -> None:
+    class Late(kind):  # type: ignore[misc]
+        def grid(self, calls: int, case: Any = None) -> Any:
+            wider, points = cut(calls)
+            return {m: g[points] for m, g in super().grid(wider, case).items()}
+
+    found = run("schedule::the_grid_descends_from_pure_noise_to_clean", Late()).diagnosis
+    alike = kind is ToyActor and cut is from_the_second  # nothing outside the port says what its grid should be
+    assert found is not None and found["cause"] == ("grid starts below pure noise" if alike else "first level missing"), found
+    assert 0 <= found["residual"] <= 2e-6
+
+
+class Degrees(PackedPort):
+    """A quarter turn is 90."""
+
+    def ask(self, model: Any, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        def told(rows: Any, kinds: Any, places: Any, angles: Any) -> Any:
+            return model(rows, kinds, places, angles * 180 / math.pi)
+
+        return super().ask(told if model is self.actor else model, latents, sigmas, conditions)
+
+
+class Mirrored(PackedPort):
+    """The angle is that of the data; what is made of x0 knows the noise."""
+
+    def ask(self, model: Any, latents: Any, sigmas: Any, conditions: Any) -> Any:
+        def told(rows: Any, kinds: Any, places: Any, angles: Any) -> Any:
+            return model(rows, kinds, places, torch.where(angles == 0, angles, math.pi / 2 - angles))
+
+        return super().ask(told if model is self.actor else model, latents, sigmas, conditions)
+
+
+@pytest.mark.parametrize(("wrong", "cause"), [(Degrees, "degrees for radians"), (Mirrored, "time flipped")])
+def test_a_level_that_only_the_network_hears_wrongly(wrong: type[PackedPort], cause: str) -> None:
+    found = run(VELOCITY, wrong()).diagnosis
+    assert found is not None and found["cause"] == cause, found
+    assert 0 <= found["residual"] <= 2e-5
+
+
+def test_each_angle_is_undone() -> None:
+    sigma = torch.tensor([0.1, 0.4, 0.9], dtype=torch.float64)
+    angles = (lambda s: s * math.pi / 2, lambda s: (1 - s) * math.pi / 2, lambda s: torch.atan2(s, 1 - s))
+    for undo, angle in zip(causes_velocity.ANGLES, angles, strict=True):
+        assert torch.allclose(180 / math.pi * angle(undo(sigma)), angle(sigma), rtol=1e-12)
+
+
+def test_given_frames_that_are_mixed_with_noise() -> None:
+    class Noisy(PackedPort):
+        def sequence(self, packed: Any, i: int, condition: Any, kinds: Any, given: Any) -> Any:
+            rows = super().sequence(packed, i, condition, kinds, given)
+            draw = torch.Generator().manual_seed(int(rows[given].abs().sum() * 1000))
+            return torch.where(given[:, None], 0.7 * rows + 0.3 * torch.randn(rows.shape, generator=draw), rows)
+
+    found = run("conditions::given_rows_hold_the_clean_frames_of_their_own_sample", Noisy()).diagnosis
+    assert found is not None and found["cause"] == "given frames noised", found
+    share = float(found["text"].split(" of the clean frames")[0].split()[-1])
+    assert abs(share - 0.7) <= 0.05 and 0 <= found["residual"] <= 0.05
+
+
+class Ungiven(PackedPort):
+    """Its rollout forgets what is given."""
+
+    def engine(self, degree: int) -> Any:
+        engine = super().engine(degree)
+        loop = type(engine).rollout
+        engine.rollout = lambda noise, calls, conditions: loop(engine, noise, calls, [replace(one, given={}) for one in conditions])
+        return engine
+
+
+def test_a_rollout_without_what_is_given() -> None:
+    found = run("rollout::velocity_replay_agrees_at_every_step", Ungiven(), 2).diagnosis
+    assert found is not None and found["cause"] == "given frames dropped" and "as if still had not been given" in found["text"], found
+    assert 0 <= found["residual"] <= 2e-5
+    assert causes_velocity.without_given(Trial(PackedPort(), 2, math.inf)) is None
+
+
+def test_weights_that_were_never_trained() -> None:
+    class Untrained(OddPort):
+        """What its random weights are said to have learned."""
+
+        def trained_batch(self, seed: int, count: int) -> Any:
+            case = Case(seed=seed, extent={axis: min(sizes) for axis, sizes in self.extents.items()}, prompts=("rain",) * count)
+            return case.normal("clean", self.shapes(case)), self.conditions(case)
+
+    found = run("conventions::a_trained_velocity_points_from_data_to_noise", Untrained()).diagnosis
+    assert found is not None and found["cause"] == "checkpoint not trained", found
+    assert 0 <= found["residual"] <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("refresh", "cause", "text"),
+    [
+        (lambda port, right: lambda step: None, "old policy never refreshed", "as it was, whatever the schedule"),
+        (lambda port, right: lambda step: port.load_adapter("old", port.adapter_state("default")), "old policy is a copy", "not told the step"),
+        (lambda port, right: lambda step: right(0), "old policy is a copy", "not told the step"),
+    ],
+)
+def test_an_old_policy_that_does_not_follow(refresh: Any, cause: str, text: str) -> None:
+    port = OddPort()
+    update = port.update()
+    update.refresh = refresh(port, update.refresh)  # type: ignore[method-assign]
+    port.update = lambda: update  # type: ignore[method-assign]
+    found = run("update::the_old_policy_follows_its_schedule", port).diagnosis
+    assert found is not None and found["cause"] == cause and text in found["text"], found
+    assert 0 <= found["residual"] <= 1e-5
+
+
 # -- how it goes about it ------------------------------------------------------------------------------------------------------------------------
 def test_it_runs_only_after_a_violation(odd: OddPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "diagnose", lambda *_, **__: pytest.fail("there is nothing to explain"))
@@ -286,8 +433,6 @@ def test_it_stops_when_the_time_is_over(odd: OddPort) -> None:
 
 
 def test_the_policies_are_afterwards_as_they_were(odd: OddPort) -> None:
-    from loudfail.harness.port import random_adapter
-
     odd.add_adapter("old", odd.adapter)
     states = {name: random_adapter(odd, odd.adapter, seed) for seed, name in enumerate(("default", "old"))}
     for name, state in states.items():

@@ -3,6 +3,7 @@ that is made wrong in the ways in which new ports are wrong."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 from oddport import OddPort
+from packedport import PackedPort
+from toyactor import ToyActor
 from wrapped_stack import Existing
 
-from loudfail.harness import killmatrix, portcheck, registry, runner
+from loudfail.harness import faultrun, killmatrix, portcheck, registry, runner
 from loudfail.harness.case import smallest
+from loudfail.harness.options import Options
 
 INVARIANTS = registry.invariants()
 #: One of each kind that has to do with there being several modalities, with their levels, signs and places, and with who scores them.
@@ -69,6 +73,65 @@ def test_a_fault_is_caught_on_three_modalities(odd: OddPort, name: str) -> None:
     fault = next(one for one in registry.faults() if one.id == name)
     kill = killmatrix.kill(fault, odd, INVARIANTS, (1, 2))
     assert kill.outcome == "caught", f"{kill.outcome}: {kill.message}"
+
+
+def test_a_packed_sequence_with_a_worker_of_its_own_holds_every_invariant() -> None:
+    counts = require_clean(PackedPort(), degrees=(1, 2, 4))
+    assert counts["holds"] >= 140
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packing::packing_rounds_values",
+        "prompts::the_trainers_embedding_is_reversed",
+        "adapters::a_base_weight_trains_too",
+        "conditions::given_frames_are_held_at_a_level_of_their_own",
+        "conditions::given_frames_belong_to_the_next_sample",
+        "sync::the_scale_is_merged_into_the_trainers_tensors",
+        "update::the_optimizer_also_holds_the_base",
+        "update::the_optimizer_also_holds_the_old_policy",
+        "update::a_base_weight_decays",
+        "update::evaluation_ends_in_another_mode",
+    ],
+)
+def test_a_fault_is_caught_whatever_the_factors_of_an_adapter_are_called(name: str) -> None:
+    port = PackedPort()
+    assert not any("lora" in n for n, _ in port.actor.named_parameters())
+    fault = next(one for one in registry.faults() if one.id == name)
+    kill = killmatrix.kill(fault, port, INVARIANTS, (1, 2))
+    assert kill.outcome == "caught" and not kill.misdiagnosed, f"{kill.outcome}: {kill.message} {kill.named}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        (PackedPort, "adapters::one_target_gets_no_adapter", "it configures no targets"),
+        (OddPort, "adapters::one_target_gets_no_adapter", "whatever targets are configured"),
+        (OddPort, "adapters::a_base_weight_trains_too", "names adapters only"),
+        (ToyActor, "adapters::loading_swaps_key_and_value", "no two of its projections have one shape"),
+        (ToyActor, "adapters::a_base_weight_trains_too", "no module that trains"),
+    ],
+)
+def test_a_fault_that_a_port_cannot_have_says_why(kind: Any, name: str, why: str) -> None:
+    port = kind()
+    fault = next(one for one in registry.faults() if one.id == name)
+    assert why in killmatrix.obstacle(fault, port)
+    assert list(port.trainable()) == list(kind().trainable()) and not any(p.requires_grad for p in port.base_state().values())
+
+
+def test_a_fault_that_nothing_here_could_see_is_not_applicable(odd: OddPort, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scorers have no model whose input is known: the tone that would tell arrives nowhere, on the clean port either."""
+    exchanged, blind = "rewards::channels_and_samples_are_exchanged", "rewards::the_reward_is_blind_to_the_prompt"
+    options = Options("oddport:OddPort", degrees=(1,), out=tmp_path)
+    assert faultrun.run(options, [exchanged]) == 5 and "no audio model among the scorers" in capsys.readouterr().out
+    assert faultrun.run(options, [exchanged, blind]) == 0
+    record = json.loads((tmp_path / "faults.json").read_text(encoding="utf-8"))
+    assert record["counts"]["caught"] == 1 and record["not_applicable"] == 1 and "is unavailable" in record["obstacles"][exchanged]
+    ids = {result["id"] for result in record["matrix"][0]["results"]}
+    assert ids and "rewards::different_prompts_arrive_as_different_ids" not in ids
+    fault = next(one for one in registry.faults() if one.id == blind)
+    assert killmatrix.kill(fault, odd, INVARIANTS, (1,)).outcome == "escaped", "where it is not known to be idle, what does not run has not seen it"
 
 
 class Titled(OddPort):

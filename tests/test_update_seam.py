@@ -22,7 +22,7 @@ INVARIANTS = [one for one in registry.invariants() if one.link in LINKS and "upd
 OF_THE_TRAINER = [one for one in registry.faults() if one.id.split("::")[0] in LINKS and one.id.split("::")[1] not in (
     "given_rows_are_in_the_loss", "given_frames_are_left_out_in_training", "the_optimizer_also_holds_the_old_policy",
     "the_optimizer_also_holds_the_base", "a_base_weight_decays", "evaluation_leaves_old_trainable", "evaluation_freezes_the_adapter",
-    "evaluation_ends_in_training_mode",
+    "evaluation_ends_in_another_mode",
         "moments_belong_to_other_tensors",
 ) and "processes" not in one.id and "memory" not in one.id]  # fmt: skip
 

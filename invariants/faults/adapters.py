@@ -8,7 +8,7 @@ from dataclasses import replace as with_fields
 from typing import Any
 
 from loudfail.harness import inject
-from loudfail.harness.port import AdapterConfig, Port, random_adapter
+from loudfail.harness.port import AdapterConfig, Port, base_parameters, random_adapter
 from loudfail.harness.registry import fault
 
 
@@ -32,6 +32,43 @@ def no_peft(port: Port) -> str:
     from peft.tuners.lora import LoraLayer
 
     return no_module(port) or ("" if any(isinstance(module, LoraLayer) for module in port.actor.modules()) else "its adapters are not PEFT's")
+
+
+def one_target(port: Port) -> str:
+    """Why no target can be left out."""
+    targets = port.adapter.targets
+    return fixed_targets(port, targets[:-1]) if len(targets) > 1 else f"it configures {'one target' if targets else 'no targets'}"
+
+
+def fixed_targets(port: Port, others: tuple[str, ...]) -> str:
+    """Why these targets make no other adapter than its own do."""
+    with mended(port):
+        before = set(port.adapter_state("default"))
+        try:
+            port.add_adapter("default", with_fields(port.adapter, targets=others))
+        except Exception as error:
+            return f"it refuses other targets than its own: {type(error).__name__}"
+        return "it adapts the same projections whatever targets are configured" if set(port.adapter_state("default")) == before else ""
+
+
+def fixed_base(port: Port) -> str:
+    """Why a base weight cannot be made to train."""
+    if why := no_module(port):
+        return why
+    one = next((p for p in base_parameters(port).values() if p.is_floating_point()), None)
+    if one is None:
+        return "its actor has no parameter but those of adapters"
+    one.requires_grad_(True)
+    try:
+        return "" if any(p is one for p in port.trainable().values()) else "its trainable() names adapters only, whatever requires a gradient"
+    finally:
+        one.requires_grad_(False)
+
+
+def no_equals(port: Port) -> str:
+    """Why no projection can be taken for another."""
+    shapes = list(port.projections().values())
+    return "" if len(set(shapes)) < len(shapes) else "no two of its projections have one shape"
 
 
 @fault(
@@ -80,6 +117,7 @@ def the_scale_is_alpha_over_root_rank(port: Port) -> Iterator[None]:
     "adapter",
     catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
     source="verl-omni #658",
+    unless=one_target,
     cause="projections without an adapter",
 )
 def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
@@ -90,6 +128,14 @@ def one_target_gets_no_adapter(port: Port) -> Iterator[None]:
     ):
         port.add_adapter("default", port.adapter)
         yield
+
+
+def no_suffix(port: Port) -> str:
+    """Why no target can match another linear too."""
+    if not port.adapter.targets:
+        return "it configures no targets"
+    other = _other_linear(port)
+    return fixed_targets(port, (*port.adapter.targets, other)) if other else "its targets match every linear of the actor"
 
 
 def _other_linear(port: Port) -> str:
@@ -106,7 +152,7 @@ def _other_linear(port: Port) -> str:
     "adapter",
     catches=["adapters::every_configured_projection_carries_lora_and_nothing_else_does"],
     source="bghira/SimpleTuner #2629",
-    unless=lambda port: "" if _other_linear(port) else "its targets match every linear of the actor",
+    unless=no_suffix,
     cause="adapter on other modules",
 )
 def a_suffix_catches_modules_that_the_rollout_does_not_know(port: Port) -> Iterator[None]:
@@ -188,23 +234,23 @@ def lora_of_one_shape_is_skipped(port: Port) -> Iterator[None]:
     "objective",
     catches=["adapters::every_trainable_factor_gets_a_gradient_and_nothing_else_does"],
     source="huggingface/trl #3926, diffusers #11832",
-    unless=no_module,
+    unless=fixed_base,
     cause="base weights train",
 )
 def a_base_weight_trains_too(port: Port) -> Iterator[None]:
     """Selecting the adapter leaves one base weight trainable."""
+    one = next(p for p in base_parameters(port).values() if p.is_floating_point())
 
     def make(original: Any) -> Any:
         def select_trainable(name: str) -> None:
             original(name)
-            first = next(p for n, p in port.actor.named_parameters() if "lora_" not in n)
-            first.requires_grad_(True)
+            one.requires_grad_(True)
 
         return select_trainable
 
     with mended(port), inject.replace(port, "select_trainable", make):
         yield
-    next(p for n, p in port.actor.named_parameters() if "lora_" not in n).requires_grad_(False)
+    one.requires_grad_(False)
 
 
 @fault(
@@ -313,7 +359,7 @@ def the_state_is_read_once_and_cached(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], cause="another projection's adapter")
+@fault("adapter", catches=["adapters::a_loaded_state_comes_back_bit_for_bit"], unless=no_equals, cause="another projection's adapter")
 def loading_swaps_key_and_value(port: Port) -> Iterator[None]:
     """The states of two projections of one shape are exchanged when an adapter is loaded."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from loudfail.harness import inject
+from loudfail.harness.case import smallest
 from loudfail.harness.port import Port
 from loudfail.harness.registry import fault
 
@@ -51,6 +52,57 @@ def without_frames(condition: Any) -> Any:
     """Conditions in which nothing is given."""
     rows = {name: condition.extra[name][:0] for name in ("given_rows",) if name in condition.extra}
     return replace(condition, given={}, extra=dict(condition.extra, **rows))
+
+
+def with_noise(condition: Any) -> Any:
+    """Conditions whose given frames are held at a level of 0.5, always with the same noise."""
+
+    def mixed(x: Any) -> Any:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(int(1000 * float(x.abs().sum()))))
+        return 0.5 * x + 0.5 * noise.to(x)
+
+    rows = {name: mixed(condition.extra[name]) for name in ("given_rows",) if name in condition.extra}
+    return replace(condition, given={n: mixed(v) for n, v in condition.given.items()}, extra=dict(condition.extra, **rows))
+
+
+@contextmanager
+def to_the_model(port: Port, change: Any) -> Iterator[None]:
+    """Change the conditions of every call of the actor: ``change(conditions) -> conditions``, once where one method of the port calls another."""
+    inside = [False]
+
+    def make(original: Any) -> Any:
+        def call(latents: Any, sigmas: Any, conditions: Any) -> Any:
+            if inside[0]:
+                return original(latents, sigmas, conditions)
+            inside[0] = True
+            try:
+                return original(latents, sigmas, change(conditions))
+            finally:
+                inside[0] = False
+
+        return call
+
+    with inject.replace(port, "predict_velocity", make), inject.replace(port, "observe", make):
+        yield
+
+
+def other_place(port: Port) -> str:
+    """Why a change of the given frames of conditions is none of what the model gets."""
+    if not any(port.givens):
+        return "nothing can be given to it"
+    case = smallest(port, given=max(port.givens, key=len))
+    latents, sigmas, conditions = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
+    with torch.no_grad():
+        right, noisy = (port.predict_velocity(latents, sigmas, c) for c in (conditions, [with_noise(one) for one in conditions]))
+    same = all(torch.equal(right[m], noisy[m]) for m in right)
+    return "the frames that its model gets are not those of Conditions.given" if same else ""
+
+
+@fault("objective", "packing", "condition", catches=[CLEAN], source=CONTRACT, unless=other_place, cause="given frames noised")
+def given_frames_are_held_at_a_level_of_their_own(port: Port) -> Iterator[None]:
+    """Given frames are mixed with noise at one level, whatever that of the generated ones, with the same noise at every call."""
+    with to_the_model(port, lambda conditions: [with_noise(one) for one in conditions]):
+        yield
 
 
 @fault("objective", "condition", "vendor", catches=[SAME, CLEAN, VENDOR], source=CONTRACT, ports=IN_FRONT, cause="given frames noised")
@@ -128,17 +180,10 @@ def the_upstream_row_times_ignore_given_rows(port: Port) -> Iterator[None]:
         yield
 
 
-@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, ports=IN_FRONT, cause="given frames dropped")
+@fault("objective", "condition", "vendor", catches=[HEARD, CLEAN, ENDS, VENDOR], source=CONTRACT, unless=other_place, cause="given frames dropped")
 def given_frames_are_dropped(port: Port) -> Iterator[None]:
     """Given frames are left out of the sequence: the model generates from the prompt alone."""
-
-    def make(original: Any) -> Any:
-        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
-            return original(latents, sigmas, [without_frames(c) for c in conditions])
-
-        return predict
-
-    with inject.replace(port, "predict_velocity", make):
+    with to_the_model(port, lambda conditions: [without_frames(c) for c in conditions]):
         yield
 
 
@@ -161,20 +206,16 @@ def given_frames_are_black(port: Port) -> Iterator[None]:
     "vendor",
     catches=[CLEAN, VENDOR],
     source="verl-project/verl-omni commit 2e08eeff, #25",
-    ports=IN_FRONT,
+    unless=other_place,
     cause="another sample's frames",
 )
 def given_frames_belong_to_the_next_sample(port: Port) -> Iterator[None]:
     """Inside a batch, each sample gets its neighbour's given frames."""
 
-    def make(original: Any) -> Any:
-        def predict(latents: Any, sigmas: Any, conditions: Any) -> Any:
-            turned = [with_frames_of(c, n) for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)]
-            return original(latents, sigmas, turned)
+    def turned(conditions: Any) -> Any:
+        return [with_frames_of(c, n) for c, n in zip(conditions, [*conditions[1:], conditions[0]], strict=True)]
 
-        return predict
-
-    with inject.replace(port, "predict_velocity", make):
+    with to_the_model(port, turned):
         yield
 
 

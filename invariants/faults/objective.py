@@ -15,6 +15,7 @@ from loudfail.harness.case import Case
 from loudfail.harness.port import Port, Step, Trajectory
 from loudfail.harness.registry import fault
 from loudfail.invariants.faults.advantages import STEP, another_trainer, code
+from loudfail.invariants.faults.conventions import one_modality
 
 SIGNS = "objective::at_the_old_policy_an_update_is_flow_matching_with_the_sign_of_the_advantage"
 PAPER = "objective::off_policy_the_gradient_is_the_papers"
@@ -28,6 +29,11 @@ LEVELS = "objective::training_levels_are_those_that_the_rollout_walks"
 NOISE = "objective::every_sample_is_noised_afresh"
 
 SEAMS = ("objective", "adapter", "update")
+
+
+def single(port: Port) -> str:
+    """Why no modality can be trained at another's expense."""
+    return another_trainer(port) or one_modality(port)
 
 
 def _loss(port: Port, formula: Callable[..., torch.Tensor], *, detached: bool = True) -> AbstractContextManager[Any]:
@@ -208,7 +214,7 @@ def the_divisor_is_the_error_of_the_velocity(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ADAPTIVE], source="Lightricks/LTX-2 #94", unless=another_trainer)
+@fault(*SEAMS, catches=[ADAPTIVE], source="Lightricks/LTX-2 #94", unless=single)
 def one_divisor_serves_the_packed_sequence(port: Port) -> Iterator[None]:
     """Adaptive weighting divides by the mean error over all modalities' elements, so that the modality with more rows decides for both."""
     queue: list[torch.Tensor] = []
@@ -250,7 +256,7 @@ def the_reference_term_pushes_away(port: Port) -> Iterator[None]:
 
 
 # -- modalities and given frames ---------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", unless=another_trainer, cause="modality missing")
+@fault(*SEAMS, catches=[ALONE, PAPER], source="ostris/ai-toolkit #701", unless=single, cause="modality missing")
 def one_modality_is_left_out(port: Port) -> Iterator[None]:
     """The last modality's velocity has no gradient; its loss is logged."""
     last = port.modalities[-1]
@@ -258,7 +264,7 @@ def one_modality_is_left_out(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", unless=another_trainer, cause="weights ignored")
+@fault(*SEAMS, catches=[ALONE, PAPER], source="Lightricks/LTX-2 #94", unless=single, cause="weights ignored")
 def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
     """Every modality has the weight 1."""
 
@@ -269,7 +275,7 @@ def the_weights_of_modalities_are_ignored(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", unless=another_trainer, cause="modalities weighted by their size")
+@fault(*SEAMS, catches=[ALONE, PAPER], source="modelscope/DiffSynth-Studio #1655", unless=single, cause="modalities weighted by their size")
 def modalities_are_weighted_by_their_size(port: Port) -> Iterator[None]:
     """The loss is a mean over all elements of the packed sequence."""
 

@@ -11,6 +11,7 @@ import torch
 from loudfail.harness import inject
 from loudfail.harness.port import Port
 from loudfail.harness.registry import fault
+from loudfail.invariants.faults.conditions import other_place, to_the_model, without_frames
 
 TRIP, MOVES = "packing::unpacking_restores_every_value", "packing::packing_moves_values_and_makes_none"
 VENDOR, SEEN = "packing::the_vendors_loop_starts_from_the_noise_it_was_given", "packing::the_model_sees_the_packed_rows_and_nothing_else"
@@ -285,17 +286,12 @@ def the_audios_clock_starts_late(port: Port) -> Iterator[None]:
     "condition",
     catches=[COUNTED],
     source="verl-project/verl-omni RFC #396",
-    ports=("h3", "ltx2"),
+    unless=other_place,
     cause="given frames dropped",
 )
 def given_frames_have_no_rows(port: Port) -> Iterator[None]:
     """Given frames are part of the conditions and of no row."""
-    from loudfail.invariants.faults.conditions import without_frames
-
-    def make(original: Any) -> Any:
-        return lambda latents, sigmas, conditions: original(latents, sigmas, [without_frames(one) for one in conditions])
-
-    with inject.replace(port, "predict_velocity", make):
+    with to_the_model(port, lambda conditions: [without_frames(one) for one in conditions]):
         yield
 
 

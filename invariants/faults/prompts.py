@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,46 @@ AS_VENDOR = "prompts::a_prompt_conditions_the_model_as_in_the_vendors_pipeline"
 def other_ids(port: Port, change: Any) -> AbstractContextManager[Any]:
     """Change the ids on their way to the rollout's encoder."""
     return inject.replace(port, "rollout_prompt", lambda original: lambda ids: original(change(tuple(ids))))
+
+
+@contextmanager
+def other_embedding(port: Port, change: Any) -> Iterator[None]:
+    """Change what the trainer's encoder gives, in the conditions too, and not what the rollout has from it where it is the same."""
+    asked = {"changed": 0, "by the rollout": 0}
+
+    def encoder(original: Any) -> Any:
+        def encode_prompt(ids: Any) -> Any:
+            if asked["by the rollout"]:
+                return original(ids)
+            asked["changed"] += 1
+            return change(original, tuple(ids))
+
+        return encode_prompt
+
+    def rollout(original: Any) -> Any:
+        def rollout_prompt(ids: Any) -> Any:
+            asked["by the rollout"] += 1
+            try:
+                return original(ids)
+            finally:
+                asked["by the rollout"] -= 1
+
+        return rollout_prompt
+
+    def conditioned(original: Any) -> Any:
+        def conditions(case: Any) -> Any:
+            before = asked["changed"]
+            made = original(case)
+            if asked["changed"] > before:
+                return made
+            return [replace(one, embeds=change(lambda ids, one=one: one.embeds, tuple(one.prompt_ids))) for one in made]
+
+        return conditions
+
+    with ExitStack() as stack:
+        for method, make in (("encode_prompt", encoder), ("rollout_prompt", rollout), ("conditions", conditioned)):
+            stack.enter_context(inject.replace(port, method, make))
+        yield
 
 
 @fault("prompt", catches=[IDS], source="verl-project/verl-omni commit 786dd36c; sgl-project/sglang PR #26555", ports=("h3", "ltx2"))
@@ -52,14 +92,14 @@ def the_rollout_cuts_the_prompt(port: Port) -> Iterator[None]:
 @fault("prompt", catches=[EVERY], source="verl-project/verl-omni commit b6cd74b4, PR #357", cause="embedding truncated")
 def the_trainer_crops_the_embedding(port: Port) -> Iterator[None]:
     """A negative pad amount crops the trainer's embedding of long prompts."""
-    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids)[:16]):
+    with other_embedding(port, lambda encode, ids: encode(ids)[:16]):
         yield
 
 
 @fault("prompt", "objective", catches=[ALIKE, CARRY], source="huggingface/diffusers#13931, commit 7bf00006aa", cause="embedding reversed")
 def the_trainers_embedding_is_reversed(port: Port) -> Iterator[None]:
     """Token order is reversed on the way out of the trainer's encoder."""
-    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(ids).flip(0)):
+    with other_embedding(port, lambda encode, ids: encode(ids).flip(0)):
         yield
 
 
@@ -68,7 +108,7 @@ def the_trainers_embedding_is_padded(port: Port) -> Iterator[None]:
     """The trainer pads embeddings with zero rows that no mask takes away; the rollout does not."""
     import torch
 
-    with inject.replace(port, "encode_prompt", lambda original: lambda ids: torch.cat([original(ids), torch.zeros_like(original(ids)[:2])])):
+    with other_embedding(port, lambda encode, ids: torch.cat([encode(ids), torch.zeros_like(encode(ids)[:2])])):
         yield
 
 
@@ -113,7 +153,7 @@ def the_trainer_reads_the_last_hidden_state(port: Port) -> Iterator[None]:
 @fault("prompt", "objective", catches=[DIFFERENT, ALIKE], source="Comfy-Org/ComfyUI#15805", cause="embedding constant")
 def every_prompt_has_one_embedding(port: Port) -> Iterator[None]:
     """Embeddings do not depend on the tokens, only on their number."""
-    with inject.replace(port, "encode_prompt", lambda original: lambda ids: original(tuple(ids[:1]) * len(ids)) * 0 + 1):
+    with other_embedding(port, lambda encode, ids: encode(ids[:1] * len(ids)) * 0 + 1):
         yield
 
 

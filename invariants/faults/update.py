@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from loudfail.harness import inject
-from loudfail.harness.port import Port, Update, find_trainer
+from loudfail.harness.port import Port, Update, base_parameters, find_trainer
 from loudfail.harness.registry import fault
+from loudfail.invariants.faults.adapters import no_module
 from loudfail.invariants.faults.advantages import LEARNS, STEP, another_trainer, code
 from loudfail.invariants.faults.objective import SEAMS
 
@@ -41,7 +42,7 @@ def _run(port: Port, change: Callable[[Any], None]) -> AbstractContextManager[An
 @contextmanager
 def mended(port: Port) -> Iterator[None]:
     """The base weights afterwards as they were, ``default`` in use and the only one that trains."""
-    weights = [(p, p.detach().clone()) for n, p in port.actor.named_parameters() if "lora_" not in n]
+    weights = [(p, p.detach().clone()) for p in base_parameters(port).values()]
     try:
         yield
     finally:
@@ -52,8 +53,17 @@ def mended(port: Port) -> Iterator[None]:
         port.select_trainable("default")
 
 
-def _base(port: Port) -> torch.nn.Parameter:
-    return next(p for n, p in port.actor.named_parameters() if "lora_" not in n and p.ndim == 2)
+def no_parts(port: Port) -> str:
+    """Why nothing of the actor can be broken while the reference trainer runs."""
+    return another_trainer(port) or no_module(port)
+
+
+def _factors(port: Port, name: str) -> list[torch.nn.Parameter]:
+    """The tensors of an adapter."""
+    port.select_trainable(name)
+    tensors = list(port.trainable().values())
+    port.select_trainable("default")
+    return tensors
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------------------------------------
@@ -77,15 +87,15 @@ def the_optimizer_steps_tensors_of_before(port: Port) -> Iterator[None]:
 
 @fault(*SEAMS, catches=[OPTIMIZER], source="peft #3580, #2759", unless=another_trainer, cause="optimizer holds too much")
 def the_optimizer_also_holds_the_old_policy(port: Port) -> Iterator[None]:
-    """The optimizer was given every tensor with LoRA in its name."""
-    with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if ".old." in n]})):
+    """The optimizer was given the tensors of every adapter."""
+    with _run(port, lambda run: run.optimizer.add_param_group({"params": _factors(port, "old")})):
         yield
 
 
-@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", unless=another_trainer, cause="optimizer holds too much")
+@fault(*SEAMS, catches=[OPTIMIZER], source="Flow-Factory commit 3990abb (#56)", unless=no_parts, cause="optimizer holds too much")
 def the_optimizer_also_holds_the_base(port: Port) -> Iterator[None]:
     """The optimizer was given every parameter of the model."""
-    with _run(port, lambda run: run.optimizer.add_param_group({"params": [p for n, p in port.actor.named_parameters() if "lora_" not in n]})):
+    with _run(port, lambda run: run.optimizer.add_param_group({"params": list(base_parameters(port).values())})):
         yield
 
 
@@ -164,13 +174,15 @@ def _improve(port: Port, before: Callable[[Any], None] = lambda run: None, after
     return inject.replace(code(port).loop, "improve", make)
 
 
-@fault(*SEAMS, catches=[MOVES], source="huggingface/trl #3926", unless=another_trainer)
+@fault(*SEAMS, catches=[MOVES], source="huggingface/trl #3926", unless=no_parts)
 def a_base_weight_decays(port: Port) -> Iterator[None]:
     """Each update shrinks one frozen weight by weight decay alone."""
 
+    one = next(p for p in base_parameters(port).values() if p.ndim == 2)
+
     def decay(run: Any) -> None:
         with torch.no_grad():
-            _base(port).mul_(1 - 1e-5)
+            one.mul_(1 - 1e-5)
 
     with mended(port), _improve(port, after=decay):
         yield
@@ -184,14 +196,14 @@ def old_moves_with_the_update(port: Port) -> Iterator[None]:
 
 
 # -- the old policy ----------------------------------------------------------------------------------------------------------------------------------
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7048", unless=another_trainer, cause="old policy never refreshed")
 def old_is_never_refreshed(port: Port) -> Iterator[None]:
     """The refresh is never called."""
     with inject.replace(code(port).loop, "refresh_old", lambda original: lambda *arguments: None):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, SAMPLED], unless=another_trainer, cause="refresh interval ignored")
 def old_is_refreshed_at_every_step(port: Port) -> Iterator[None]:
     """The interval of the recipe is ignored."""
 
@@ -232,28 +244,28 @@ def old_is_refreshed_before_the_update(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE, STEP], source="huggingface/diffusers #7599", unless=another_trainer, cause="decay reversed")
 def decay_and_its_complement_are_exchanged(port: Port) -> Iterator[None]:
     """old ← (1 − d)·old + d·θ."""
     with inject.replace(code(port).nft, "refreshed", lambda original: lambda old, current, decay: original(old, current, 1 - decay)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy is a copy")
 def the_decay_forgets_the_step(port: Port) -> Iterator[None]:
     """The schedule is asked for step 0 every time."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: original(schedule, 0)):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy is a copy")
 def every_schedule_is_a_copy(port: Port) -> Iterator[None]:
     """The recipe's schedule is ignored."""
     with inject.replace(code(port).nft, "old_decay", lambda original: lambda schedule, step: 0.0):
         yield
 
 
-@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer)
+@fault(*SEAMS, catches=[SCHEDULE], unless=another_trainer, cause="old policy refreshed in part")
 def only_the_factors_b_follow(port: Port) -> Iterator[None]:
     """The refresh moves B and leaves A where it was."""
 
@@ -402,14 +414,14 @@ def evaluation_leaves_old_in_use(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="peft #3580", unless=another_trainer)
+@fault(*SEAMS, catches=[TRACE], source="peft #3580", unless=no_parts)
 def evaluation_leaves_old_trainable(port: Port) -> Iterator[None]:
     """After an evaluation ``old`` is the adapter that trains."""
     with mended(port), _validate(port, lambda: port.select_trainable("old")):
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3926", unless=another_trainer)
+@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3926", unless=no_parts)
 def evaluation_freezes_the_adapter(port: Port) -> Iterator[None]:
     """After an evaluation nothing trains."""
 
@@ -421,14 +433,15 @@ def evaluation_freezes_the_adapter(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3234, #3500", unless=another_trainer)
-def evaluation_ends_in_training_mode(port: Port) -> Iterator[None]:
-    """After an evaluation the model is in training mode, so that dropout would be on in half of the calls."""
+@fault(*SEAMS, catches=[TRACE], source="huggingface/trl #3234, #3500", unless=no_parts)
+def evaluation_ends_in_another_mode(port: Port) -> Iterator[None]:
+    """After an evaluation a model that was in evaluation mode is in training mode, or the reverse, and with it its dropout."""
+    mode = port.actor.training
     try:
-        with _validate(port, port.actor.train):
+        with _validate(port, lambda: port.actor.train(not mode)):
             yield
     finally:
-        port.actor.eval()
+        port.actor.train(mode)
 
 
 @fault(*SEAMS, catches=[TRACE], source="huggingface/diffusers #7599", unless=another_trainer)
