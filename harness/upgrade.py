@@ -19,7 +19,7 @@ from loudfail.harness import options as opts
 from loudfail.harness.options import UsageProblem, prepare_folder
 from loudfail.harness.record import write_json
 
-SCHEMA = "loudfail.upgrade/1"
+SCHEMA = "loudfail.upgrade/2"
 HOLDS, VIOLATED, NOTHING = 0, 1, 5
 PASSING = ("works", "drifted")
 
@@ -194,9 +194,10 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _write(record: dict[str, Any], out: Path) -> None:
+    """Write the three files of a record; one of an older schema becomes one of this."""
     from loudfail.harness import upgrade_report
 
-    write_json(out / "upgrade.json", record)
+    write_json(out / "upgrade.json", upgrade_report.compact(record) | {"schema": SCHEMA})
     upgrade_report.write(record, out)
 
 

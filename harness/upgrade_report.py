@@ -33,6 +33,34 @@ MEANING = {
     "conflict": "the versions do not go together; nothing was run",
 }
 MOST_ROWS = 12
+#: Kinds of difference whose message is not the check's own: what stops one check mostly stops many, in the same words.
+STOPPED = ("api", "error", "missing", "unavailable")
+
+
+def compact(record: Record) -> dict[str, Any]:
+    """The record as it is kept on disk: what stops many checks is told once in ``checks.stopped``, with their names, and not in a row of each.
+
+    A record that is compact already stays as it is.
+    """
+    return {**record, "rows": [{**row, "drift": _compact(row["drift"])} if row["drift"] else row for row in record["rows"]]}
+
+
+def _compact(drift: Mapping[str, Any]) -> dict[str, Any]:
+    checks = drift["checks"]
+    stopped: dict[tuple[str, ...], list[str]] = {}
+    for one in checks["rows"]:
+        if one["kind"] in STOPPED:
+            stopped.setdefault(tuple(one[key] for key in ("kind", "before", "after", "message")), []).append(one["name"])
+    groups = [{"kind": kind, "before": was, "after": now, "message": said, "checks": names} for (kind, was, now, said), names in stopped.items()]
+    rows = [one for one in checks["rows"] if one["kind"] not in STOPPED]
+    return {**drift, "checks": {**checks, "rows": rows, "stopped": [*checks.get("stopped", []), *groups]}}
+
+
+def differing(row: Row) -> list[dict[str, Any]]:
+    """Checks that differ and no broken interface accounts for, those first that all share one message: a line of the table each."""
+    checks = _compact(row["drift"])["checks"]
+    groups = [one for one in checks["stopped"] if one["kind"] not in ("api", "error")]
+    return [*({**one, "name": one["checks"][0], "more": len(one["checks"]) - 1} for one in groups), *checks["rows"]]
 
 
 def write(record: Record, out: Path) -> list[Path]:
@@ -133,12 +161,13 @@ def _details(row: Row) -> Iterator[str]:
         yield ""
     if drift["seams_lost"]:
         yield f"Seams that are not available any more: {', '.join(drift['seams_lost'])}\n"
-    if differing := [row for row in drift["checks"]["rows"] if row["kind"] not in ("api", "error")]:
+    if differs := differing(row):
         yield "| check | before | after | what |"
         yield "|---|---|---|---|"
-        for one in differing[:MOST_ROWS]:
-            yield f"| {_code(one['name'])} | {one['before']} | {one['after']} | {_cell(_short(one['message']))} |"
-        yield f"\n… and {len(differing) - MOST_ROWS} more\n" if len(differing) > MOST_ROWS else ""
+        for one in differs[:MOST_ROWS]:
+            more = f" and {one['more']} more" if one.get("more") else ""
+            yield f"| {_code(one['name'])}{more} | {one['before']} | {one['after']} | {_cell(_short(one['message']))} |"
+        yield f"\n… and {len(differs) - MOST_ROWS} more\n" if len(differs) > MOST_ROWS else ""
     if moved := [golden for golden in drift["goldens"] if golden["outcome"] != "same"]:
         yield "| golden | outcome | probes same, drifted, changed | first that differs | relative error | tolerance | weakest known fault there |"
         yield "|---|---|---|---|---|---|---|"
@@ -193,7 +222,7 @@ def page(record: Record) -> str:
     environment.filters |= {"digits": digits, "duration": duration, "size": size, "show": _short, "num": views.number}
     environment.globals |= {
         "icons": ICONS, "tones": TONES, "meaning": MEANING, "moves": moves, "also": also, "checks_in_brief": checks_in_brief,
-        "goldens_in_brief": goldens_in_brief, "heat": _heat,
+        "goldens_in_brief": goldens_in_brief, "heat": _heat, "differing": differing,
     }  # fmt: skip
     rows = record["rows"]
     verdicts = [row["verdict"] for row in rows]

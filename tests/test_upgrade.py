@@ -574,6 +574,49 @@ def test_the_key_of_a_run_follows_versions_sources_and_arguments(tmp_path: Path,
     assert question.key(here) not in keys
 
 
+def table(*rows: dict[str, Any]) -> dict[str, Any]:
+    """A record of these rows."""
+    return {
+        "schema": upgrade.SCHEMA, "port": "toy", "command": "x", "rows": list(rows), "notes": [], "degrees": [1],
+        "before": {"packages": {}, "python": "3", "cpu": "c"},
+    }  # fmt: skip
+
+
+def row_of(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    drift = upgrade_drift.compare(before, after)
+    return upgrade._row(upgrade.Request(("a==2",)), "toy") | {"drift": drift, "verdict": drift["verdict"], "first": drift["first"]}
+
+
+@pytest.mark.parametrize(("status", "message"), [("error", "ImportError: cannot import name 'g' from 'm'"), ("unavailable", "no engine")])
+def test_what_stops_many_checks_is_kept_and_told_once(tmp_path: Path, status: str, message: str) -> None:
+    results = [{"id": f"sync::{letter}", "degree": 1, "claim": letter, "status": "holds", "got": 0.0, "bound": 1.0} for letter in "abcdefgh"]
+    before = run_record(gate={"results": results})
+    stopped = [one | {"status": status, "message": message} for one in results[:6]]
+    bent = results[6] | {"status": "violated", "message": "x", "violation": {"got": 1, "want": 0}}
+    row = row_of(run_record(gate={"results": [*stopped, bent, results[7]]}), before)
+    upgrade._write(table(row), tmp_path)
+    kept = (tmp_path / "upgrade.json").read_text()
+    checks = json.loads(kept)["rows"][0]["drift"]["checks"]
+    assert [(one["message"], one["checks"]) for one in checks["stopped"]] == [(message, [f"sync::{letter}[tp1]" for letter in "abcdef"])]
+    assert [one["name"] for one in checks["rows"]] == ["sync::g[tp1]"] and checks["counts"] == row["drift"]["checks"]["counts"]
+    for view in ("upgrade.md", "upgrade.html"):
+        said = (tmp_path / view).read_text()
+        assert "sync::a" in said and "sync::g" in said and "sync::b" not in said and "sync::h" not in said
+        assert status == "error" or ("sync::a[tp1]" in said and "and 5 more" in said)
+    # What was written is read as what it was written of.
+    read = json.loads(kept)
+    assert upgrade_report.markdown(read) == (tmp_path / "upgrade.md").read_text()
+    assert upgrade_report.page(read) == (tmp_path / "upgrade.html").read_text()
+    assert upgrade_report.compact(read) == read
+
+
+def test_the_committed_table_is_what_the_writer_makes(tmp_path: Path) -> None:
+    folder = HERE.parent / "docs" / "upgrades"
+    upgrade._write(json.loads((folder / "h3.json").read_text()), tmp_path)
+    assert (tmp_path / "upgrade.json").read_text() == (folder / "h3.json").read_text()
+    assert (tmp_path / "upgrade.md").read_text() == (folder / "h3.md").read_text()
+
+
 def test_text_of_other_packages_is_no_markup() -> None:
     row = upgrade._row(upgrade.Request(("<b>|x",)), "toy") | {
         "verdict": "conflict",
@@ -581,9 +624,5 @@ def test_text_of_other_packages_is_no_markup() -> None:
         "conflict": ["<script>`"],
         "as_expected": False,
     }
-    record = {
-        "schema": upgrade.SCHEMA, "port": "toy", "command": "x", "rows": [row], "notes": [], "degrees": [1],
-        "before": {"packages": {}, "python": "3", "cpu": "c"},
-    }  # fmt: skip
-    assert "<script>" not in upgrade_report.page(record)
-    assert "<script>" not in upgrade_report.markdown(record)
+    assert "<script>" not in upgrade_report.page(table(row))
+    assert "<script>" not in upgrade_report.markdown(table(row))
