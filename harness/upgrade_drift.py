@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from loudfail.harness.report import cause, digits, show
 from loudfail.harness.result import FAILING
+from loudfail.harness.upgrade_report import told_apart
 
 Run = Mapping[str, Any]
 #: From best to worst. ``conflict``: the versions do not go together, so nothing was run.
@@ -29,8 +31,9 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
 
     Returns:
         ``verdict``; ``first``: the sentence that decides it; ``checks``: counts by kind and a row for each check that differs; ``api``: broken
-        interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``closer``: checks that hold with less room;
-        ``timings``: seconds before and after; ``notes``: what is wrong before the upgrade already.
+        interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``moved``: checks that hold and measure
+        another number, so that something changed, maybe where no golden looks; ``closer``: those among them with much less room; ``timings``: seconds
+        before and after; ``notes``: what is wrong before the upgrade already.
     """
     checks, api = _checks(before, after), _interfaces(before, after)
     goldens = _goldens(before, after)
@@ -39,6 +42,7 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
         "api": api,
         "goldens": goldens,
         "seams_lost": sorted({seam for row in checks["rows"] if row["kind"] == "unavailable" for seam in row["seams"]}),
+        "moved": _moved(before, after),
         "closer": _closer(before, after),
         "timings": _timings(before, after),
         "notes": list(_notes(before)),
@@ -91,6 +95,7 @@ def _checks(before: Run, after: Run) -> dict[str, Any]:
                 "bound": now.get("bound") if now else None,
                 "where": (now.get("where") if now else "") or "",
                 "message": _one_line(now) if now else "",
+                "cause": cause(now) if now and (now.get("diagnosis") or {}).get("cause") else "",
                 "seams": _seams(name),
             }
         )
@@ -116,7 +121,9 @@ def _seams(name: str) -> list[str]:
 def _one_line(result: Mapping[str, Any]) -> str:
     violation = result.get("violation") or {}
     if violation:
-        return f"got {violation.get('got')}, want {violation.get('want')}" + (f", at {violation['where']}" if violation.get("where") else "")
+        want, bound = show(violation.get("want")), show(violation.get("bound"))
+        limit = f" {bound}" if want.endswith("the bound") else f", bound {bound}" if violation.get("bound") else ""
+        return f"got {show(violation.get('got'))}, want {want}{limit}" + (f", at {violation['where']}" if violation.get("where") else "")
     return _portable(next(iter(str(result.get("message") or "").splitlines()), ""))
 
 
@@ -255,6 +262,19 @@ def _number(value: object) -> float | None:
 # -- the rest ------------------------------------------------------------------------------------------------------------------------------------
 
 
+def _moved(before: Run, after: Run) -> list[dict[str, Any]]:
+    """Checks that hold in both runs and did not measure the same number, in the order of the data. Two runs on one machine with one seed do, bit for
+    bit, unless something that the check runs was changed."""
+    old, found = _results(before), []
+    for name, now in _results(after).items():
+        was = old.get(name)
+        if was is None or not was["status"] == now["status"] == "holds":
+            continue
+        if any(was.get(key) != now.get(key) for key in ("got", "values")):
+            found.append({"name": name, "before": was.get("got"), "got": now.get("got"), "bound": now.get("bound")})
+    return found
+
+
 def _closer(before: Run, after: Run) -> list[dict[str, Any]]:
     old, found = _results(before), []
     for name, now in _results(after).items():
@@ -302,17 +322,24 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
             return "breaks", f"{some[0]['name']} is {some[0]['after']}: {some[0]['message']} ({len(some)} checks)"
     changed = [golden for golden in drift["goldens"] if golden["outcome"] == "changed"]
     said = []
+    if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
+        why = next((f" (cause: {row['cause']})" for row in violated if row["cause"]), "")
+        said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}{why}")
     if changed:
         said.append(f"golden {changed[0]['name']}: {_say(changed[0]['first']) if changed[0]['first'] else changed[0]['message']}")
-    if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
-        said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}")
     if said:
         return "changed", "; ".join(said)
-    drifted = [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]
-    if drifted:
+    if moved := drift["moved"]:
+        one = moved[0]
+        said.append(
+            f"{len(moved)} checks that hold measure other numbers, {one['name']} first: {' → '.join(told_apart(one['before'], one['got']))}"
+            + (f", bound {show(one['bound'])}" if one["bound"] else "")
+        )
+    if drifted := [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]:
         equal = [golden["name"] for golden in drift["goldens"] if golden["outcome"] == "same"]
-        others = f"; bit for bit: {', '.join(equal)}" if equal else ""
-        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}{others}"
+        said.append(f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}" + (f"; bit for bit: {', '.join(equal)}" if equal else ""))
+    if said:
+        return "drifted", "; ".join(said)
     same = sum(golden["counts"]["same"] for golden in drift["goldens"])
     counts = drift["checks"]["counts"]
     mended = f", {counts['mended']} hold now" if counts.get("mended") else ""
@@ -320,14 +347,18 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
 
 
 def _say(probe: Mapping[str, Any]) -> str:
-    """``actor.base.video is off by 3e-7, 0.2 of its tolerance; the weakest known fault is 900 times larger``."""
-    if probe.get("error") is None:
+    """``actor.base.video is off by 3e-7, 0.2 of its tolerance; the weakest known fault here is 900 times that``."""
+    error, ratio, distance = (probe.get(key) for key in ("error", "ratio", "to_weakest"))
+    if error is None:
         return f"{probe['name']} {probe.get('note')}"
-    text = f"{probe['name']} is off by {probe['error']:.2g}"
-    text += (
-        f", {probe['ratio']:.2g} of its tolerance" if probe.get("ratio") is not None else ", and was the same in every run" if probe["error"] else ""
-    )
-    if not probe.get("to_weakest"):
+    text = f"{probe['name']} is off by {digits(error)}"
+    if ratio is not None:
+        text += f", {digits(ratio)} {'of' if ratio <= 1 else 'times'} its tolerance"
+    elif error:
+        text += ", and was the same in every run"
+    if not distance:
         return text
-    blind = probe["outcome"] == "drifted" and probe["to_weakest"] <= 1
-    return f"{text}; the weakest known fault here is {probe['to_weakest']:.2g} times that" + (", so this probe cannot tell the two apart" * blind)
+    if distance > 1:
+        return f"{text}; the weakest known fault here is {digits(distance)} times that"
+    blind = ", so this probe cannot tell the two apart" if probe["outcome"] == "drifted" else ""
+    return f"{text}; that is {digits(1 / distance)} times the weakest known fault here{blind}"

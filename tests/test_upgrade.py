@@ -435,7 +435,44 @@ def test_what_fails_before_already_is_noted_and_not_blamed_on_the_upgrade() -> N
 
 def test_a_check_that_comes_closer_to_its_bound_is_told() -> None:
     drift = upgrade_drift.compare(run_record(), with_result(0, got=5e-7))
-    assert drift["verdict"] == "works" and drift["closer"][0]["name"] == "sync::a[tp1]"
+    assert drift["verdict"] == "drifted" and drift["closer"][0]["name"] == "sync::a[tp1]"
+
+
+def test_a_check_that_holds_and_measures_another_number_is_drift() -> None:
+    """A vision tower with another GELU: its check holds with the room that it had, and no golden looked there."""
+    drift = upgrade_drift.compare(run_record(), with_result(1, got=1.01e-9))
+    assert (drift["verdict"], [one["name"] for one in drift["moved"]], drift["closer"]) == ("drifted", ["sync::a[tp2]"], [])
+    assert drift["first"] == "1 checks that hold measure other numbers, sync::a[tp2] first: 1e-09 → 1.01e-09, bound 1e-6"
+    assert upgrade_drift.compare(run_record(), with_result(1, values={"delta/x": 1.0}))["verdict"] == "drifted"
+
+
+def test_a_violation_is_told_with_its_cause() -> None:
+    """The cause that the gate's experiments name is the sentence that says where to look."""
+    violation = {"got": 1.4981266, "want": "relative error within the bound", "bound": 2e-6, "where": "tp 2, ff.net.0.proj.weight"}
+    told = {"cause": "halves swapped", "text": "the halves of x are exchanged in the rollout"}
+    drift = upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=told))
+    assert drift["first"] == (
+        "1 checks violated, sync::a[tp2] first: got 1.5, want relative error within the bound 2e-6, at tp 2, ff.net.0.proj.weight "
+        "(cause: halves swapped: the halves of x are exchanged in the rollout)"
+    )
+    text = upgrade_report.markdown(table(row_of(with_result(1, status="violated", violation=violation, diagnosis=told), run_record())))
+    assert "| halves swapped: the halves of x are exchanged in the rollout |" in text
+    unknown = {"cause": "", "text": "no known cause fits"}
+    assert "cause" not in upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=unknown))["first"]
+
+
+@pytest.mark.parametrize(
+    ("error", "tolerance", "weakest", "says"),
+    [
+        (0.027, 6e-7, 2.2e-4, "is off by 0.027, 4.5e4 times its tolerance; that is 123 times the weakest known fault here"),
+        (3e-7, 6e-7, 2.2e-4, "is off by 3e-7, 0.5 of its tolerance; the weakest known fault here is 733 times that"),
+        (3e-7, 0.0, None, "is off by 3e-7, and was the same in every run"),
+    ],
+)
+def test_the_size_of_an_error_is_said_in_words(error: float, tolerance: float, weakest: float | None, says: str) -> None:
+    there = probe(outcome="changed", error=error, tolerance=tolerance, weakest=weakest, now="b")
+    drift = upgrade_drift.compare(run_record(goldens=[golden(probe())]), run_record(goldens=[golden(there)]))
+    assert drift["first"] == f"golden toy/plain-float32: actor.y {says}"
 
 
 def probe(name: str = "actor.y", **fields: Any) -> dict[str, Any]:
@@ -519,11 +556,14 @@ def test_what_ended_a_run_is_named(text: str, says: str) -> None:
     ("text", "says"),
     [
         ("", "wants tables"),
-        ("[[upgrade]]\n", "upgrade 1: with ="),
+        ("[[upgrade]]\n", "upgrade 1: with is missing"),
         ('[[upgrade]]\nwith = "a==1"\nexpect = "fine"\n', "'fine' is none of works, drifted"),
         ('[[upgrade]]\nwith = "a==1"\nexpect = "breaks"\n', "needs a reason"),
         ('[[upgrade]]\nwith = "a==1"\nwiht = "b"\n', "'wiht' is none of"),
         ('[[upgrade]]\nwith = "a==1"\noverride = "no"\n', "override = 'no' is neither"),
+        ('[[upgrade]]\nwith = "a==1"\n[[upgrade]]\nwith = 3\n', "upgrade 2: with = 3; wants a requirement"),
+        ('[[upgrade]]\nwith = "a==1"\n[[upgrade]]\nwith = ["b==1", "c=2"]\n', "upgrade 2: 'c=2' is no requirement"),
+        ('[[upgrade]]\nwith = "gone/c.whl"\n', "upgrade 1: gone/c.whl: there is no such file"),
         ('upgrade = ["a==1"]\n', "wants a table"),
         ("[[upgrade", "matrix.toml"),
     ],
@@ -537,7 +577,7 @@ def test_a_matrix_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says
 @pytest.mark.parametrize(
     ("request_text", "says"),
     [
-        ("peft=0.20", "is no requirement"),
+        ("peft=0.20", "--with: 'peft=0.20' is no requirement"),
         ("gone/peft.whl", "no such file"),
         ("", "is no requirement"),
         (f"{HERE}/", "is a folder; make a wheel"),
