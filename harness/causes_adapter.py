@@ -379,6 +379,15 @@ def _manners(trial: Trial) -> Diagnosis | None:
         engine.remove_adapter()
         if trial.fits("removed adapter stays", worst(engine.velocity(*inputs), during), 0.0):
             return trial.found("removed adapter stays", "after its removal the adapter acts as before")
+        if hasattr(engine, "suspend_adapter"):
+            engine.set_adapter(state, config, version := _next())
+            engine.suspend_adapter()
+            without = engine.velocity(*inputs)
+            if trial.fits("adapter set aside goes on", worst(without, during), 0.0):
+                return trial.found("adapter set aside goes on", "a request without an adapter is answered with the last one")
+            engine.resume_adapter(version)
+            if trial.fits("adapter set aside stays off", worst(engine.velocity(*inputs), without), 0.0):
+                return trial.found("adapter set aside stays off", "after a request without an adapter no layer adds it, and a version is named")
     return None
 
 

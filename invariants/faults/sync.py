@@ -221,7 +221,7 @@ def mask_stays_on() -> Any:
     return inject.replace(_layers(), "suspend_lora", lambda original: lambda self: None)
 
 
-@fault("adapter", "engine", "objective", catches=[ASIDE], source="own; vllm-omni 0.30.0 with one early return more in suspend_lora", unless=fused)
+@fault("adapter", "engine", "objective", catches=[ASIDE], unless=fused, cause="adapter set aside goes on")
 def an_adapter_that_is_set_aside_goes_on_acting(port: Port) -> Iterator[None]:
     """A request without an adapter names none as active, and the layers add the last one's."""
     with inject.in_ranks(port, mask_stays_on):
@@ -232,7 +232,7 @@ def mask_stays_off() -> Any:
     return inject.replace(_layers(), "resume_lora", lambda original: lambda self: None)
 
 
-@fault("adapter", "engine", "objective", catches=[ASIDE], unless=fused)
+@fault("adapter", "engine", "objective", catches=[ASIDE], unless=fused, cause="adapter set aside stays off")
 def an_adapter_that_was_set_aside_does_not_come_back(port: Port) -> Iterator[None]:
     """After a request without an adapter the manager names it as active again, and no layer adds it."""
     with inject.in_ranks(port, mask_stays_off):
