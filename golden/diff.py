@@ -118,7 +118,7 @@ def compare(golden: Golden, now: Mapping[str, torch.Tensor], versions: Mapping[s
     probes = [probe for probe in golden.probes if wanted(probe.name)]
     rows = [_row(probe, golden.tensors[probe.name], now.get(probe.name)) for probe in probes]
     known = {probe.name for probe in golden.probes}
-    rows += [Row(name, "changed", note="is not in the golden") for name in now if name not in known and wanted(name)]
+    rows += [Row(name, "changed", note="is not in the golden", now=fingerprint(now[name])) for name in now if name not in known and wanted(name)]
     outcomes = {row.outcome for row in rows}
     outcome: Outcome = "changed" if "changed" in outcomes else "drifted" if "drifted" in outcomes else "same"
     return Verification(golden.name, outcome, rows, dict(_differing(golden.versions, versions)), len(golden.probes) - len(probes))

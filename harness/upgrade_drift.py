@@ -21,6 +21,12 @@ VERDICTS: tuple[Verdict, ...] = ("works", "drifted", "changed", "breaks", "confl
 API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "NameError", "NotImplementedError")
 #: A measurement that comes this many times closer to its bound than before, and within this part of it, is told though the check holds.
 CLOSER, NEAR = 10.0, 0.02
+#: Part of the chain that a probe belongs to, by how its name begins.
+PLACES = {
+    "inputs": "what goes in", "port": "the port's schedule", "vendor.grid": "the vendor's schedule", "vendor": "the vendor's own loop",
+    "embeds": "the trainer's embedding of a prompt", "rows": "the packed rows", "actor": "the actor", "media": "what latents decode to",
+    "reward": "the scores of media", "rollout": "the rollout's embedding of a prompt", "tp": "the rollout at tensor parallel ",
+}  # fmt: skip
 _EXCEPTION = re.compile(r"(?:^|[\s:(])(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception))(?:: ([^\n]*))?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _CRASH = re.compile(r"^Fatal Python error: ([^\n]+)", re.MULTILINE)
@@ -346,12 +352,20 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
     return "works", f"{counts.get('same', 0)} checks as before{mended}" + (f", {same} probes bit for bit" if same else ", no probe was compared")
 
 
+def _place_of(probe: str) -> str:
+    """`` (the rollout at tensor parallel 2)`` for ``tp2.base.video``."""
+    degree = re.match(r"tp(\d+)\.", probe)
+    place = next((text for start, text in PLACES.items() if probe.startswith(f"{start}.")), "") if not degree else f"{PLACES['tp']}{degree[1]}"
+    return f" ({place})" if place else ""
+
+
 def _say(probe: Mapping[str, Any]) -> str:
-    """``actor.base.video is off by 3e-7, 0.2 of its tolerance; the weakest known fault here is 900 times that``."""
+    """``actor.base.video (the actor) is off by 3e-7, 0.2 of its tolerance; the weakest known fault here is 900 times that``."""
     error, ratio, distance = (probe.get(key) for key in ("error", "ratio", "to_weakest"))
+    name = f"{probe['name']}{_place_of(str(probe['name']))}"
     if error is None:
-        return f"{probe['name']} {probe.get('note')}"
-    text = f"{probe['name']} is off by {digits(error)}"
+        return f"{name} {probe.get('note')}"
+    text = f"{name} is off by {digits(error)}"
     if ratio is not None:
         text += f", {digits(ratio)} {'of' if ratio <= 1 else 'times'} its tolerance"
     elif error:

@@ -313,6 +313,12 @@ def test_scores_of_a_scorer_that_one_side_lacks_are_left_out() -> None:
     assert result.outcome == "changed" and result.first is not None and result.first.name == "reward.a"
 
 
+def test_a_probe_that_is_not_in_the_golden_is_told_apart_from_another_run() -> None:
+    """An upgrade compares two runs, also where a golden is older than the suite."""
+    one, other = (compare(frozen(), toy_trace() | {"new": torch.full((2,), value)}, {}).rows[-1] for value in (1.0, 2.0))
+    assert one.name == "new" and one.outcome == "changed" and one.now and one.now != other.now
+
+
 def test_what_the_rollout_encodes_is_compared_at_any_degree_and_not_without_one() -> None:
     assert cases.runs_at("rollout.embeds.0", [2]) and not cases.runs_at("rollout.embeds.0", [])
     assert cases.runs_at("actor.y", []) and cases.runs_at("tp2.z", [1, 2]) and not cases.runs_at("tp2.z", [1])

@@ -461,6 +461,14 @@ def test_a_violation_is_told_with_its_cause() -> None:
     assert "cause" not in upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=unknown))["first"]
 
 
+def test_a_probe_is_told_with_the_part_of_the_chain_that_it_is_in() -> None:
+    places = {name: upgrade_drift._place_of(name) for name in ("embeds.0", "tp4.base.video", "vendor.grid.audio", "vendor.after.0.audio", "own.x")}
+    assert places == {
+        "embeds.0": " (the trainer's embedding of a prompt)", "tp4.base.video": " (the rollout at tensor parallel 4)",
+        "vendor.grid.audio": " (the vendor's schedule)", "vendor.after.0.audio": " (the vendor's own loop)", "own.x": "",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("error", "tolerance", "weakest", "says"),
     [
@@ -472,7 +480,7 @@ def test_a_violation_is_told_with_its_cause() -> None:
 def test_the_size_of_an_error_is_said_in_words(error: float, tolerance: float, weakest: float | None, says: str) -> None:
     there = probe(outcome="changed", error=error, tolerance=tolerance, weakest=weakest, now="b")
     drift = upgrade_drift.compare(run_record(goldens=[golden(probe())]), run_record(goldens=[golden(there)]))
-    assert drift["first"] == f"golden toy/plain-float32: actor.y {says}"
+    assert drift["first"] == f"golden toy/plain-float32: actor.y (the actor) {says}"
 
 
 def probe(name: str = "actor.y", **fields: Any) -> dict[str, Any]:
