@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -351,7 +352,8 @@ def _second(trial: Trial, first: Layers, second: Layers) -> Diagnosis | None:
 
 def _manners(trial: Trial) -> Diagnosis | None:
     """Versions used twice, base reloads, removal, and what the hand-over does to the trainer's tensors."""
-    port, engine = trial.port, trial.port.engine(trial.degree)
+    port = trial.port
+    engine: Any = port.engine(trial.degree)  # may set an adapter aside, see `Rollout`
     config, version = port.adapter, _next()
     first = _hand_over(trial, config, 505, version)
     with suppress(RuntimeError, ValueError):
