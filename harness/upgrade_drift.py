@@ -23,7 +23,8 @@ API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "Nam
 CLOSER, NEAR = 10.0, 0.02
 #: Part of the chain that a probe belongs to, by how its name begins.
 PLACES = {
-    "inputs": "what goes in", "port": "the port's schedule", "vendor.grid": "the vendor's schedule", "vendor": "the vendor's own loop",
+    "inputs.ids": "the tokens of a prompt", "inputs": "what goes in", "port": "the port's schedule",
+    "vendor.grid": "the vendor's schedule", "vendor": "the vendor's own loop",
     "embeds": "the trainer's embedding of a prompt", "rows": "the packed rows", "actor": "the actor", "media": "what latents decode to",
     "reward": "the scores of media", "rollout": "the rollout's embedding of a prompt", "tp": "the rollout at tensor parallel ",
 }  # fmt: skip

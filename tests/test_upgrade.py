@@ -461,12 +461,19 @@ def test_a_violation_is_told_with_its_cause() -> None:
     assert "cause" not in upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=unknown))["first"]
 
 
-def test_a_probe_is_told_with_the_part_of_the_chain_that_it_is_in() -> None:
-    places = {name: upgrade_drift._place_of(name) for name in ("embeds.0", "tp4.base.video", "vendor.grid.audio", "vendor.after.0.audio", "own.x")}
-    assert places == {
-        "embeds.0": " (the trainer's embedding of a prompt)", "tp4.base.video": " (the rollout at tensor parallel 4)",
-        "vendor.grid.audio": " (the vendor's schedule)", "vendor.after.0.audio": " (the vendor's own loop)", "own.x": "",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("inputs.ids.0", " (the tokens of a prompt)"),
+        ("embeds.0", " (the trainer's embedding of a prompt)"),
+        ("vendor.grid.audio", " (the vendor's schedule)"),
+        ("vendor.after.0.audio", " (the vendor's own loop)"),
+        ("tp4.base.video", " (the rollout at tensor parallel 4)"),
+        ("own.x", ""),
+    ],
+)
+def test_a_probe_is_told_with_the_part_of_the_chain_that_it_is_in(name: str, place: str) -> None:
+    assert upgrade_drift._place_of(name) == place
 
 
 @pytest.mark.parametrize(
