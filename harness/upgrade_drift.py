@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from loudfail.harness.report import cause, digits, show
+from loudfail.harness.report import cause, digits, number, show
 from loudfail.harness.result import FAILING
 from loudfail.harness.upgrade_report import told_apart
 
@@ -21,6 +21,8 @@ VERDICTS: tuple[Verdict, ...] = ("works", "drifted", "changed", "breaks", "confl
 API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "NameError", "NotImplementedError")
 #: A measurement that comes this many times closer to its bound than before, and within this part of it, is told though the check holds.
 CLOSER, NEAR = 10.0, 0.02
+#: What a measured number may move by for no reason: the last bits of relative errors depend on which process ran which checks before.
+ROUNDING = 1e-5
 #: Part of the chain that a probe belongs to, by how its name begins.
 PLACES = {
     "inputs.ids": "the tokens of a prompt", "inputs": "what goes in", "port": "the port's schedule",
@@ -270,16 +272,23 @@ def _number(value: object) -> float | None:
 
 
 def _moved(before: Run, after: Run) -> list[dict[str, Any]]:
-    """Checks that hold in both runs and did not measure the same number, in the order of the data. Two runs on one machine with one seed do, bit for
-    bit, unless something that the check runs was changed."""
+    """Checks that hold in both runs and did not measure the same number, in the order of the data. Two runs on one machine with one seed do, up to
+    rounding, unless something that the check runs was changed."""
     old, found = _results(before), []
     for name, now in _results(after).items():
         was = old.get(name)
         if was is None or not was["status"] == now["status"] == "holds":
             continue
-        if any(was.get(key) != now.get(key) for key in ("got", "values")):
+        values, others = was.get("values") or {}, now.get("values") or {}
+        pairs = [(was.get("got"), now.get("got")), *((values.get(key), others.get(key)) for key in {*values, *others})]
+        if any(_differ(*pair) for pair in pairs):
             found.append({"name": name, "before": was.get("got"), "got": now.get("got"), "bound": now.get("bound")})
     return found
+
+
+def _differ(one: object, other: object) -> bool:
+    first, second = number(one), number(other)
+    return one != other and (first is None or second is None or not abs(first - second) <= ROUNDING)
 
 
 def _closer(before: Run, after: Run) -> list[dict[str, Any]]:
