@@ -7,7 +7,7 @@ loop, and then the rollout at each tensor-parallel degree. A port that lacks a s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 #: Seeds of the adapter and of the layer inputs; part of a case's identity.
 ADAPTER_SEED, RESPONSE_SEED = 11, 12
+#: What a tokenizer has rules of its own for, and no other prompt of a case has: accents in two forms, compatibility characters, digits, endings,
+#: kinds of white space, scripts without spaces, joiners, text that spells a special token.
+UNUSUAL = "E\u0301t\u00e9 \ufb01ne \u2460 2024's I'LL  the\u00a0rain\t\r\n\n \u96e8\u3000\u0e19 \U0001f469\u200d\U0001f680 A<|im_start|> a</s>!? "
+#: Probes of scorers. Some come with packages that one machine has and another has not, so one that is on one side only is not compared.
+SCORES = "reward."
 #: LoRA effect of the recorded adapter, as `random_adapter` counts it: large enough for bfloat16 to tell a fault in it from rounding.
 ADAPTER_SIZE = 0.2
 
@@ -124,6 +129,8 @@ def record_trace(port: Port, golden: GoldenCase, degrees: Sequence[int], *, chan
     trace.add("inputs.weights", _summary(port.base_state()))
     for index, prompt in enumerate(case.prompts if offers(port, "prompt") else ()):
         trace.add(f"inputs.ids.{index}", torch.tensor(port.tokenize(prompt)))
+    if offers(port, "prompt"):
+        trace.add("inputs.ids.unusual", torch.tensor(port.tokenize(UNUSUAL)))
     # What is recorded of the inputs is float32 and nudged as float32; what runs is nudged in the dtype that the model rounds it to.
     trace.add_each("inputs.noise", _nudged(noise, nudge, "float32"))
     trace.add_each("inputs.sigma", sigmas := _nudged(sigmas, nudge, "float32"))
@@ -141,10 +148,12 @@ def record_trace(port: Port, golden: GoldenCase, degrees: Sequence[int], *, chan
     try:
         with torch.no_grad():
             _record_actor(trace, port, golden, noise, sigmas, conditions)
+            _record_media(trace, port, case, noise)
     finally:
         port.load_adapter("default", before)
         port.select_trainable("default")
-    if offers(port, "engine"):
+    if offers(port, "engine") and degrees:
+        _record_rollout_prompts(trace, port, case, conditions)
         for degree in degrees:
             _record_rollout(trace, port, golden, degree, state, noise, sigmas, conditions)
     return trace
@@ -173,6 +182,34 @@ def _record_actor(trace: Trace, port: Port, golden: GoldenCase, noise: State, si
             trace.add_each(f"vendor.after.{call}", step.after)
 
 
+def _record_media(trace: Trace, port: Port, case: Case, latents: State) -> None:
+    """The sound of latents, and what scores it. Not frames, nor scores of them: whole numbers jump where all others drift."""
+    import torch
+
+    if not offers(port, "media"):
+        return
+    media = port.decode(latents)
+    if all(getattr(one, "audio", None) is not None for one in media):
+        trace.add("media.audio", torch.cat([_summary({"audio": torch.tensor(one.audio.waveform)}) for one in media]))
+    if offers(port, "reward"):
+        reward = port.reward()
+        scores = reward.score(media, case.prompts)
+        for name in (name for name, depends in reward.outputs.items() if "video" not in depends):
+            trace.add(f"{SCORES}{name}", scores[name])
+
+
+def _record_rollout_prompts(trace: Trace, port: Port, case: Case, conditions: Sequence[Any]) -> None:
+    """How the rollout itself encodes the prompts, with the given frames where it is shown them: in the ranks of any one engine."""
+    if offers(port, "presentation"):
+        embeds = [condition.embeds for condition in port.rollout_conditions(case)]
+    elif offers(port, "prompt"):
+        embeds = [port.rollout_prompt(condition.prompt_ids)[1] for condition in conditions]
+    else:
+        return
+    for index, rows in enumerate(embeds):
+        trace.add(f"rollout.embeds.{index}", rows)
+
+
 def _record_rollout(
     trace: Trace, port: Port, golden: GoldenCase, degree: int, state: State, noise: State, sigmas: State, conditions: Sequence[Any]
 ) -> None:
@@ -193,7 +230,7 @@ def _record_rollout(
 
 
 _SOURCES_OF_ONE_GRID = re.compile(r"^(port|vendor|tp\d+)\.grid\.")
-_SAMPLE = re.compile(r"^(embeds|rows)\.\d+")
+_SAMPLE = re.compile(r"^(embeds|rows|rollout\.embeds)\.\d+")
 _DEGREE = re.compile(r"^tp(\d+)\.")
 
 
@@ -211,6 +248,12 @@ def degree_of(probe: str) -> int | None:
     """The tensor-parallel degree that a probe belongs to; None for the actor's side."""
     match = _DEGREE.match(probe)
     return int(match[1]) if match else None
+
+
+def runs_at(probe: str, degrees: Collection[int]) -> bool:
+    """Whether a probe is in a trace of these degrees."""
+    degree = degree_of(probe)
+    return degree in degrees if degree is not None else bool(degrees) or not probe.startswith("rollout.")
 
 
 @contextmanager

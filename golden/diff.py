@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from loudfail.golden.cases import degree_of
+from loudfail.golden.cases import SCORES, runs_at
 from loudfail.golden.store import Golden, Probe, fingerprint
 from loudfail.harness.compare import relative_error
 from loudfail.harness.record import plain
@@ -111,12 +111,14 @@ def compare(golden: Golden, now: Mapping[str, torch.Tensor], versions: Mapping[s
     """
 
     def wanted(name: str) -> bool:
-        return degrees is None or (degree := degree_of(name)) is None or degree in degrees
+        if name.startswith(SCORES) and not (name in now and name in golden.tensors):
+            return False
+        return degrees is None or runs_at(name, degrees)
 
     probes = [probe for probe in golden.probes if wanted(probe.name)]
     rows = [_row(probe, golden.tensors[probe.name], now.get(probe.name)) for probe in probes]
     known = {probe.name for probe in golden.probes}
-    rows += [Row(name, "changed", note="is not in the golden") for name in now if name not in known and wanted(name)]
+    rows += [Row(name, "changed", note="is not in the golden", now=fingerprint(now[name])) for name in now if name not in known and wanted(name)]
     outcomes = {row.outcome for row in rows}
     outcome: Outcome = "changed" if "changed" in outcomes else "drifted" if "drifted" in outcomes else "same"
     return Verification(golden.name, outcome, rows, dict(_differing(golden.versions, versions)), len(golden.probes) - len(probes))

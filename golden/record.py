@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loudfail.golden.cases import GoldenCase, degree_of, other_kernels, record_trace, same_claim, sample_of, threads
+from loudfail.golden.cases import GoldenCase, other_kernels, record_trace, runs_at, same_claim, sample_of, threads
 from loudfail.golden.elsewhere import trace_elsewhere
 from loudfail.golden.store import FACTOR, RATIO, TRACES, Detection, Golden, GoldenError, Probe, case_hash, fingerprint, path_of, save
 from loudfail.harness import environment, inject
@@ -164,7 +164,7 @@ def derive(
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise Unsound(f"{name} is not finite in {what}; nothing is recorded")
     for what, trace in runs.items():
-        expected = [name for name in reference if what != "device" or degree_of(name) is None]
+        expected = [name for name in reference if what != "device" or runs_at(name, ())]
         if list(trace) != expected:
             raise Unsound(f"run {what!r} gave other probes: {sorted(set(trace) ^ set(reference))[:3]}")
     peers: dict[str, list[str]] = {}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -380,7 +381,8 @@ def _second(trial: Trial, first: Layers, second: Layers) -> Diagnosis | None:
 
 def _manners(trial: Trial) -> Diagnosis | None:
     """Versions used twice, base reloads, removal, and what the hand-over does to the trainer's tensors."""
-    port, engine = trial.port, trial.port.engine(trial.degree)
+    port = trial.port
+    engine: Any = port.engine(trial.degree)  # may set an adapter aside, see `Rollout`
     config, version = port.adapter, _next()
     first = _hand_over(trial, config, 505, version)
     with suppress(RuntimeError, ValueError):
@@ -408,6 +410,15 @@ def _manners(trial: Trial) -> Diagnosis | None:
         engine.remove_adapter()
         if trial.fits("removed adapter stays", worst(engine.velocity(*inputs), during), 0.0):
             return trial.found("removed adapter stays", "after its removal the adapter acts as before")
+        if hasattr(engine, "suspend_adapter"):
+            engine.set_adapter(state, config, version := _next())
+            engine.suspend_adapter()
+            without = engine.velocity(*inputs)
+            if trial.fits("adapter set aside goes on", worst(without, during), 0.0):
+                return trial.found("adapter set aside goes on", "a request without an adapter is answered with the last one")
+            engine.resume_adapter(version)
+            if trial.fits("adapter set aside stays off", worst(engine.velocity(*inputs), without), 0.0):
+                return trial.found("adapter set aside stays off", "after a request without an adapter no layer adds it, and a version is named")
     return None
 
 

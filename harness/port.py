@@ -162,7 +162,11 @@ def probe(in_features: int, count: int, seed: int) -> torch.Tensor:
 
 
 class Rollout(Protocol):
-    """The rollout engine of one tensor-parallel degree. Names of projections and parameters are the *actor's*; tensors are full, not shards."""
+    """The rollout engine of one tensor-parallel degree. Names of projections and parameters are the *actor's*; tensors are full, not shards.
+
+    One that can set its adapter aside for a request and take it up again, without a hand-over, also has ``suspend_adapter()`` and
+    ``resume_adapter(version)``.
+    """
 
     degree: int
 

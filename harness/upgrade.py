@@ -19,7 +19,7 @@ from loudfail.harness import options as opts
 from loudfail.harness.options import UsageProblem, prepare_folder
 from loudfail.harness.record import write_json
 
-SCHEMA = "loudfail.upgrade/1"
+SCHEMA = "loudfail.upgrade/2"
 HOLDS, VIOLATED, NOTHING = 0, 1, 5
 PASSING = ("works", "drifted")
 
@@ -194,9 +194,10 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _write(record: dict[str, Any], out: Path) -> None:
+    """Write the three files of a record; one of an older schema becomes one of this."""
     from loudfail.harness import upgrade_report
 
-    write_json(out / "upgrade.json", record)
+    write_json(out / "upgrade.json", upgrade_report.compact(record) | {"schema": SCHEMA})
     upgrade_report.write(record, out)
 
 
@@ -224,33 +225,39 @@ def _command(parsed: argparse.Namespace) -> str:
 
 
 def _requests(parsed: argparse.Namespace) -> list[Request]:
-    found = [Request(tuple(parsed.packages), parsed.override)] if parsed.packages else []
+    found = [Request(_checked(parsed.packages, "--with"), parsed.override)] if parsed.packages else []
     found += read_matrix(parsed.matrix) if parsed.matrix is not None else []
     if not found:
         raise UsageProblem('say what to upgrade: --with "diffusers==0.42.1", or --matrix FILE')
-    for request in found:
-        for package in request.packages:
-            _check_requirement(package)
     return found
 
 
-def _check_requirement(text: str) -> None:
-    """Raises `UsageProblem` before anything is run for what no installer would take."""
+def _checked(packages: Sequence[str], place: str) -> tuple[str, ...]:
+    """The requests as they are; raises `UsageProblem`, with the place, before anything is run for what no installer would take."""
+    for text in packages:
+        if problem := _problem(text):
+            raise UsageProblem(f"{place}: {problem}")
+    return tuple(packages)
+
+
+def _problem(text: str) -> str:
+    """What is wrong with a request, and what to give instead; empty if nothing is."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     from loudfail.harness.environments import is_file
 
     if is_file(text) and " @ " not in text:
         if not Path(text).exists():
-            raise UsageProblem(f"{text}: there is no such file")
+            return f"{text}: there is no such file; give the path of a wheel that is there"
         if Path(text).is_dir():
-            raise UsageProblem(f"{text} is a folder; make a wheel of it (`pip wheel --no-deps {text}`) and give that")
-        return
+            return f"{text} is a folder; make a wheel of it (`pip wheel --no-deps {text}`) and give that"
+        return ""
     try:
         if Requirement(text).url:
-            raise UsageProblem(f"{text!r} is an address; download the wheel and give its path, whose content the environment is cached under")
+            return f"{text!r} is an address; download the wheel and give its path, whose content the environment is cached under"
     except InvalidRequirement as error:
-        raise UsageProblem(f"{text!r} is no requirement, such as diffusers==0.42.1: {str(error).splitlines()[0]}") from None
+        return f"{text!r} is no requirement, such as diffusers==0.42.1: {str(error).splitlines()[0]}"
+    return ""
 
 
 def read_matrix(path: Path) -> list[Request]:
@@ -278,7 +285,8 @@ def _request(row: Any, place: str, verdicts: Sequence[str]) -> Request:
         raise UsageProblem(f"{place}: {unknown[0]!r} is none of with, override, expect, because")
     packages = [row["with"]] if isinstance(row.get("with"), str) else row.get("with")
     if not isinstance(packages, list) or not packages or not all(isinstance(one, str) and one.strip() for one in packages):
-        raise UsageProblem(f'{place}: with = "diffusers==0.42.1", or a list of such')
+        said = f"with = {row['with']!r}" if "with" in row else "with is missing"
+        raise UsageProblem(f'{place}: {said}; wants a requirement, such as "diffusers==0.42.1", or a list of them')
     expect, because = row.get("expect", ""), row.get("because", "")
     if not isinstance(row.get("override", False), bool):
         raise UsageProblem(f"{place}: override = {row['override']!r} is neither true nor false")
@@ -286,4 +294,4 @@ def _request(row: Any, place: str, verdicts: Sequence[str]) -> Request:
         raise UsageProblem(f"{place}: expect = {expect!r} is none of {', '.join(verdicts)}")
     if expect and expect not in PASSING and not str(because).strip():
         raise UsageProblem(f"{place}: a verdict of {expect} that is expected needs a reason: because = …")
-    return Request(tuple(packages), row.get("override", False), expect, str(because))
+    return Request(_checked(packages, place), row.get("override", False), expect, str(because))

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from loudfail.harness.report import cause, digits, number, show
 from loudfail.harness.result import FAILING
+from loudfail.harness.upgrade_report import told_apart
 
 Run = Mapping[str, Any]
 #: From best to worst. ``conflict``: the versions do not go together, so nothing was run.
@@ -19,6 +21,15 @@ VERDICTS: tuple[Verdict, ...] = ("works", "drifted", "changed", "breaks", "confl
 API = ("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "NameError", "NotImplementedError")
 #: A measurement that comes this many times closer to its bound than before, and within this part of it, is told though the check holds.
 CLOSER, NEAR = 10.0, 0.02
+#: What a measured number may move by for no reason: the last bits of relative errors depend on which process ran which checks before.
+ROUNDING = 1e-5
+#: Part of the chain that a probe belongs to, by how its name begins.
+PLACES = {
+    "inputs.ids": "the tokens of a prompt", "inputs": "what goes in", "port": "the port's schedule",
+    "vendor.grid": "the vendor's schedule", "vendor": "the vendor's own loop",
+    "embeds": "the trainer's embedding of a prompt", "rows": "the packed rows", "actor": "the actor", "media": "what latents decode to",
+    "reward": "the scores of media", "rollout": "the rollout's embedding of a prompt", "tp": "the rollout at tensor parallel ",
+}  # fmt: skip
 _EXCEPTION = re.compile(r"(?:^|[\s:(])(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception))(?:: ([^\n]*))?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _CRASH = re.compile(r"^Fatal Python error: ([^\n]+)", re.MULTILINE)
@@ -29,8 +40,9 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
 
     Returns:
         ``verdict``; ``first``: the sentence that decides it; ``checks``: counts by kind and a row for each check that differs; ``api``: broken
-        interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``closer``: checks that hold with less room;
-        ``timings``: seconds before and after; ``notes``: what is wrong before the upgrade already.
+        interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``moved``: checks that hold and measure
+        another number, so that something changed, maybe where no golden looks; ``closer``: those among them with much less room; ``timings``: seconds
+        before and after; ``notes``: what is wrong before the upgrade already.
     """
     checks, api = _checks(before, after), _interfaces(before, after)
     goldens = _goldens(before, after)
@@ -39,6 +51,7 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
         "api": api,
         "goldens": goldens,
         "seams_lost": sorted({seam for row in checks["rows"] if row["kind"] == "unavailable" for seam in row["seams"]}),
+        "moved": _moved(before, after),
         "closer": _closer(before, after),
         "timings": _timings(before, after),
         "notes": list(_notes(before)),
@@ -91,6 +104,7 @@ def _checks(before: Run, after: Run) -> dict[str, Any]:
                 "bound": now.get("bound") if now else None,
                 "where": (now.get("where") if now else "") or "",
                 "message": _one_line(now) if now else "",
+                "cause": cause(now) if now and (now.get("diagnosis") or {}).get("cause") else "",
                 "seams": _seams(name),
             }
         )
@@ -116,7 +130,9 @@ def _seams(name: str) -> list[str]:
 def _one_line(result: Mapping[str, Any]) -> str:
     violation = result.get("violation") or {}
     if violation:
-        return f"got {violation.get('got')}, want {violation.get('want')}" + (f", at {violation['where']}" if violation.get("where") else "")
+        want, bound = show(violation.get("want")), show(violation.get("bound"))
+        limit = f" {bound}" if want.endswith("the bound") else f", bound {bound}" if violation.get("bound") else ""
+        return f"got {show(violation.get('got'))}, want {want}{limit}" + (f", at {violation['where']}" if violation.get("where") else "")
     return _portable(next(iter(str(result.get("message") or "").splitlines()), ""))
 
 
@@ -255,6 +271,26 @@ def _number(value: object) -> float | None:
 # -- the rest ------------------------------------------------------------------------------------------------------------------------------------
 
 
+def _moved(before: Run, after: Run) -> list[dict[str, Any]]:
+    """Checks that hold in both runs and did not measure the same number, in the order of the data. Two runs on one machine with one seed do, up to
+    rounding, unless something that the check runs was changed."""
+    old, found = _results(before), []
+    for name, now in _results(after).items():
+        was = old.get(name)
+        if was is None or not was["status"] == now["status"] == "holds":
+            continue
+        values, others = was.get("values") or {}, now.get("values") or {}
+        pairs = [(was.get("got"), now.get("got")), *((values.get(key), others.get(key)) for key in {*values, *others})]
+        if any(_differ(*pair) for pair in pairs):
+            found.append({"name": name, "before": was.get("got"), "got": now.get("got"), "bound": now.get("bound")})
+    return found
+
+
+def _differ(one: object, other: object) -> bool:
+    first, second = number(one), number(other)
+    return one != other and (first is None or second is None or not abs(first - second) <= ROUNDING)
+
+
 def _closer(before: Run, after: Run) -> list[dict[str, Any]]:
     old, found = _results(before), []
     for name, now in _results(after).items():
@@ -302,32 +338,51 @@ def _judge(drift: Mapping[str, Any], before: Run, after: Run) -> tuple[Verdict, 
             return "breaks", f"{some[0]['name']} is {some[0]['after']}: {some[0]['message']} ({len(some)} checks)"
     changed = [golden for golden in drift["goldens"] if golden["outcome"] == "changed"]
     said = []
+    if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
+        why = next((f" (cause: {row['cause']})" for row in violated if row["cause"]), "")
+        said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}{why}")
     if changed:
         said.append(f"golden {changed[0]['name']}: {_say(changed[0]['first']) if changed[0]['first'] else changed[0]['message']}")
-    if violated := [row for row in rows if row["kind"] in ("violated", "other")]:
-        said.append(f"{len(violated)} checks violated, {violated[0]['name']} first: {violated[0]['message']}")
     if said:
         return "changed", "; ".join(said)
-    drifted = [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]
-    if drifted:
+    if moved := drift["moved"]:
+        one = moved[0]
+        said.append(
+            f"{len(moved)} checks that hold measure other numbers, {one['name']} first: {' → '.join(told_apart(one['before'], one['got']))}"
+            + (f", bound {show(one['bound'])}" if one["bound"] else "")
+        )
+    if drifted := [golden for golden in drift["goldens"] if golden["outcome"] == "drifted"]:
         equal = [golden["name"] for golden in drift["goldens"] if golden["outcome"] == "same"]
-        others = f"; bit for bit: {', '.join(equal)}" if equal else ""
-        return "drifted", f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}{others}"
+        said.append(f"golden {drifted[0]['name']}: {_say(drifted[0]['first'])}" + (f"; bit for bit: {', '.join(equal)}" if equal else ""))
+    if said:
+        return "drifted", "; ".join(said)
     same = sum(golden["counts"]["same"] for golden in drift["goldens"])
     counts = drift["checks"]["counts"]
     mended = f", {counts['mended']} hold now" if counts.get("mended") else ""
     return "works", f"{counts.get('same', 0)} checks as before{mended}" + (f", {same} probes bit for bit" if same else ", no probe was compared")
 
 
+def _place_of(probe: str) -> str:
+    """`` (the rollout at tensor parallel 2)`` for ``tp2.base.video``."""
+    degree = re.match(r"tp(\d+)\.", probe)
+    place = next((text for start, text in PLACES.items() if probe.startswith(f"{start}.")), "") if not degree else f"{PLACES['tp']}{degree[1]}"
+    return f" ({place})" if place else ""
+
+
 def _say(probe: Mapping[str, Any]) -> str:
-    """``actor.base.video is off by 3e-7, 0.2 of its tolerance; the weakest known fault is 900 times larger``."""
-    if probe.get("error") is None:
-        return f"{probe['name']} {probe.get('note')}"
-    text = f"{probe['name']} is off by {probe['error']:.2g}"
-    text += (
-        f", {probe['ratio']:.2g} of its tolerance" if probe.get("ratio") is not None else ", and was the same in every run" if probe["error"] else ""
-    )
-    if not probe.get("to_weakest"):
+    """``actor.base.video (the actor) is off by 3e-7, 0.2 of its tolerance; the weakest known fault here is 900 times that``."""
+    error, ratio, distance = (probe.get(key) for key in ("error", "ratio", "to_weakest"))
+    name = f"{probe['name']}{_place_of(str(probe['name']))}"
+    if error is None:
+        return f"{name} {probe.get('note')}"
+    text = f"{name} is off by {digits(error)}"
+    if ratio is not None:
+        text += f", {digits(ratio)} {'of' if ratio <= 1 else 'times'} its tolerance"
+    elif error:
+        text += ", and was the same in every run"
+    if not distance:
         return text
-    blind = probe["outcome"] == "drifted" and probe["to_weakest"] <= 1
-    return f"{text}; the weakest known fault here is {probe['to_weakest']:.2g} times that" + (", so this probe cannot tell the two apart" * blind)
+    if distance > 1:
+        return f"{text}; the weakest known fault here is {digits(distance)} times that"
+    blind = ", so this probe cannot tell the two apart" if probe["outcome"] == "drifted" else ""
+    return f"{text}; that is {digits(1 / distance)} times the weakest known fault here{blind}"

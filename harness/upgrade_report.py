@@ -26,13 +26,41 @@ TONES = {
     "other": "s-drifted",
 }  # fmt: skip
 MEANING = {
-    "works": "every check as before, every golden bit for bit",
-    "drifted": "every check as before; some numbers differ inside the measured tolerance",
+    "works": "every check as before, every number that was compared bit for bit",
+    "drifted": "every check as before; some numbers differ inside the measured tolerance or bound",
     "changed": "a check is violated that held, or a golden left its tolerance",
     "breaks": "an interface that the port uses is gone or another, or a seam is not available any more",
     "conflict": "the versions do not go together; nothing was run",
 }
 MOST_ROWS = 12
+#: Kinds of difference whose message is not the check's own: what stops one check mostly stops many, in the same words.
+STOPPED = ("api", "error", "missing", "unavailable")
+
+
+def compact(record: Record) -> dict[str, Any]:
+    """The record as it is kept on disk: what stops many checks is told once in ``checks.stopped``, with their names, and not in a row of each.
+
+    A record that is compact already stays as it is.
+    """
+    return {**record, "rows": [{**row, "drift": _compact(row["drift"])} if row["drift"] else row for row in record["rows"]]}
+
+
+def _compact(drift: Mapping[str, Any]) -> dict[str, Any]:
+    checks = drift["checks"]
+    stopped: dict[tuple[str, ...], list[str]] = {}
+    for one in checks["rows"]:
+        if one["kind"] in STOPPED:
+            stopped.setdefault(tuple(one[key] for key in ("kind", "before", "after", "message")), []).append(one["name"])
+    groups = [{"kind": kind, "before": was, "after": now, "message": said, "checks": names} for (kind, was, now, said), names in stopped.items()]
+    rows = [one for one in checks["rows"] if one["kind"] not in STOPPED]
+    return {**drift, "checks": {**checks, "rows": rows, "stopped": [*checks.get("stopped", []), *groups]}}
+
+
+def differing(row: Row) -> list[dict[str, Any]]:
+    """Checks that differ and no broken interface accounts for, those first that all share one message: a line of the table each."""
+    checks = _compact(row["drift"])["checks"]
+    groups = [one for one in checks["stopped"] if one["kind"] not in ("api", "error")]
+    return [*({**one, "name": one["checks"][0], "more": len(one["checks"]) - 1} for one in groups), *checks["rows"]]
 
 
 def write(record: Record, out: Path) -> list[Path]:
@@ -80,6 +108,11 @@ def ratio_in_brief(row: Row) -> str:
     return ", ".join(f"{what} × {digits(one['ratio'], 2)}" for what, one in timings.items() if one["ratio"]) or "–"
 
 
+def told_apart(before: object, after: object) -> tuple[str, str]:
+    """Two numbers that differ, with as many digits as that takes."""
+    return (show(before), show(after)) if show(before) != show(after) else (str(before), str(after))
+
+
 # -- Markdown ------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +131,7 @@ def _markdown(record: Record) -> Iterator[str]:
     yield "| upgrade | verdict | checks | goldens | first difference | time |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
-        cells = (moves(row), _verdict(row), checks_in_brief(row), goldens_in_brief(row), _short(row["first"]), ratio_in_brief(row))
+        cells = (moves(row), _verdict(row), checks_in_brief(row), goldens_in_brief(row), _short(row["first"], 600), ratio_in_brief(row))
         yield f"| {' | '.join(_cell(cell) for cell in cells)} |"
     yield ""
     for verdict in dict.fromkeys(row["verdict"] for row in rows):
@@ -133,12 +166,14 @@ def _details(row: Row) -> Iterator[str]:
         yield ""
     if drift["seams_lost"]:
         yield f"Seams that are not available any more: {', '.join(drift['seams_lost'])}\n"
-    if differing := [row for row in drift["checks"]["rows"] if row["kind"] not in ("api", "error")]:
-        yield "| check | before | after | what |"
-        yield "|---|---|---|---|"
-        for one in differing[:MOST_ROWS]:
-            yield f"| {_code(one['name'])} | {one['before']} | {one['after']} | {_cell(_short(one['message']))} |"
-        yield f"\n… and {len(differing) - MOST_ROWS} more\n" if len(differing) > MOST_ROWS else ""
+    if differs := differing(row):
+        yield "| check | before | after | what | cause |"
+        yield "|---|---|---|---|---|"
+        for one in differs[:MOST_ROWS]:
+            more = f" and {one['more']} more" if one.get("more") else ""
+            said = " | ".join(_cell(_short(one.get(key))) for key in ("message", "cause"))
+            yield f"| {_code(one['name'])}{more} | {one['before']} | {one['after']} | {said} |"
+        yield f"\n… and {len(differs) - MOST_ROWS} more\n" if len(differs) > MOST_ROWS else ""
     if moved := [golden for golden in drift["goldens"] if golden["outcome"] != "same"]:
         yield "| golden | outcome | probes same, drifted, changed | first that differs | relative error | tolerance | weakest known fault there |"
         yield "|---|---|---|---|---|---|---|"
@@ -152,6 +187,12 @@ def _details(row: Row) -> Iterator[str]:
             ]
             yield f"| {_code(golden['name'])} | {' | '.join([*cells, *map(_cell, numbers)])} |"
         yield ""
+    if moved := drift.get("moved"):  # none in records of loudfail.upgrade/1
+        yield "| check that holds | measured before | after | bound |"
+        yield "|---|---|---|---|"
+        for one in moved[:MOST_ROWS]:
+            yield f"| {_code(one['name'])} | {' | '.join([*told_apart(one['before'], one['got']), digits(views.number(one['bound']))])} |"
+        yield f"\n… and {len(moved) - MOST_ROWS} more\n" if len(moved) > MOST_ROWS else ""
     for one in drift["closer"][:3]:
         yield f"- closer to its bound: {_code(one['name'])} {digits(one['before'])} → {digits(one['got'])}, bound {digits(one['bound'])}"
     if drift["closer"]:
@@ -193,7 +234,7 @@ def page(record: Record) -> str:
     environment.filters |= {"digits": digits, "duration": duration, "size": size, "show": _short, "num": views.number}
     environment.globals |= {
         "icons": ICONS, "tones": TONES, "meaning": MEANING, "moves": moves, "also": also, "checks_in_brief": checks_in_brief,
-        "goldens_in_brief": goldens_in_brief, "heat": _heat,
+        "goldens_in_brief": goldens_in_brief, "heat": _heat, "differing": differing, "told_apart": told_apart,
     }  # fmt: skip
     rows = record["rows"]
     verdicts = [row["verdict"] for row in rows]

@@ -54,9 +54,9 @@ def held(port: Port, update: Update) -> States:
 
 @contextmanager
 def in_fixed_order(port: Port) -> Iterator[None]:
-    """On a GPU the model attends in plain products inside: fused kernels (memory-efficient attention's backward pass, in float32) add in any order that
-    their threads arrive in, and two runs of one trainer would differ. What else attends, such as a text encoder, is left alone: a process that has its
-    output already and one that has not would differ too."""
+    """On a GPU the model attends in plain products inside: fused kernels (memory-efficient attention's backward pass, in float32) add in any order
+    that their threads arrive in, and two runs of one trainer would differ. What else attends, such as a text encoder, is left alone: a process that
+    has its output already and one that has not would differ too."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     predict = port.predict_velocity

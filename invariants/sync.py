@@ -198,6 +198,38 @@ def removing_the_adapter_gives_the_base_model_back(port: Port, tp: int) -> None:
     require(engine.adapter_version() is None, got=engine.adapter_version(), want=None, where=f"tp {tp}, version after removal")
 
 
+@invariant("adapter", "engine", "objective")
+def a_request_without_the_adapter_between_two_with_it_gets_the_base_model(port: Port, tp: int) -> None:
+    """A rollout that sets its adapter aside for one request answers that one as the base model, and the next as the adapter does, bit for bit.
+
+    Engines keep the weights loaded and take a mask off and on. One that stays on lets the policy answer for its own reference; one that stays off
+    samples the base. Removing the adapter clears the weights and shows neither, so an engine that can set it aside offers ``suspend_adapter()`` and
+    ``resume_adapter(version)`` beside what `Rollout` demands. Oracle: the engine before the hand-over, and before the request.
+    """
+    engine: Any = port.engine(tp)
+    engine.remove_adapter()
+    case = smallest(port, seed=8, prompts=("rain", "a bell rings twice"))
+    inputs = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
+    base, state = engine.velocity(*inputs), random_adapter(port, port.adapter, 54)
+    version = hand_over(port, tp, state)
+    acting = engine.velocity(*inputs)
+    effect = port.bound(float32=1e-2, bfloat16=5e-2)
+    for modality in base:
+        require_at_least(relative_error(acting[modality], base[modality]), effect, where=f"tp {tp}, {modality}, effect")
+    for request in ("first", "second"):
+        getattr(engine, "suspend_adapter", engine.remove_adapter)()
+        require(engine.adapter_version() is None, got=engine.adapter_version(), want=None, where=f"tp {tp}, version in the {request} request")
+        without = engine.velocity(*inputs)
+        if hasattr(engine, "resume_adapter"):
+            engine.resume_adapter(version)
+        else:
+            hand_over(port, tp, state)
+        after = engine.velocity(*inputs)
+        for modality in base:
+            require_equal(without[modality], base[modality], where=f"tp {tp}, {modality}, {request} request without the adapter")
+            require_equal(after[modality], acting[modality], where=f"tp {tp}, {modality}, after the {request} request without it")
+
+
 @invariant("adapter", "engine")
 def a_base_reload_does_not_leave_a_phantom_adapter(port: Port, tp: int) -> None:
     """After the base weights were loaded again, either the adapter still acts or no version is reported.

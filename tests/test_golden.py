@@ -301,6 +301,29 @@ def test_probes_of_degrees_that_are_not_run_are_left_out_and_counted() -> None:
     assert (result.outcome, result.left_out, len(result.rows)) == ("same", 1, 4)
 
 
+def test_scores_of_a_scorer_that_one_side_lacks_are_left_out() -> None:
+    """A package that brings a scorer, installed or not, changes no golden; a scorer that both have is compared."""
+    scored = toy_trace() | {"reward.a": torch.ones(2)}
+    assert compare(frozen(), scored, {}).outcome == "same"
+    again = toy_trace(1) | {"reward.a": torch.ones(2)}
+    probes, _ = record.derive(scored, {"again": again}, {"bent": toy_trace(fault=1.0) | {"reward.a": torch.zeros(2)}}, {})
+    golden = frozen(probes=probes, tensors=scored)
+    assert (compare(golden, toy_trace(), {}).outcome, compare(golden, toy_trace(), {}).left_out) == ("same", 1)
+    result = compare(golden, toy_trace() | {"reward.a": torch.full((2,), 0.5)}, {})
+    assert result.outcome == "changed" and result.first is not None and result.first.name == "reward.a"
+
+
+def test_a_probe_that_is_not_in_the_golden_is_told_apart_from_another_run() -> None:
+    """An upgrade compares two runs, also where a golden is older than the suite."""
+    one, other = (compare(frozen(), toy_trace() | {"new": torch.full((2,), value)}, {}).rows[-1] for value in (1.0, 2.0))
+    assert one.name == "new" and one.outcome == "changed" and one.now and one.now != other.now
+
+
+def test_what_the_rollout_encodes_is_compared_at_any_degree_and_not_without_one() -> None:
+    assert cases.runs_at("rollout.embeds.0", [2]) and not cases.runs_at("rollout.embeds.0", [])
+    assert cases.runs_at("actor.y", []) and cases.runs_at("tp2.z", [1, 2]) and not cases.runs_at("tp2.z", [1])
+
+
 # --------------------------------------------------------------------------------------------------------------------------- command line
 
 
@@ -394,7 +417,18 @@ def test_h3_computes_what_was_recorded(h3: H3) -> None:
     assert [result.name for result in results] == ["h3/t2va-float32", "h3/fl2va-float32"]
     for result in results:
         assert result.outcome in ("same", "drifted"), f"{result.name}: {result.message}\n{table(result)}"
-        assert {row.name.split(".")[0] for row in result.rows} >= {"inputs", "port", "vendor", "embeds", "rows", "actor", "tp1"}
+        assert {row.name.split(".")[0] for row in result.rows} >= {
+            "inputs",
+            "port",
+            "vendor",
+            "embeds",
+            "rows",
+            "actor",
+            "media",
+            "reward",
+            "rollout",
+            "tp1",
+        }
         assert result.left_out > 0
 
 

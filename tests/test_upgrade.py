@@ -438,6 +438,60 @@ def test_a_check_that_comes_closer_to_its_bound_is_told() -> None:
     assert drift["verdict"] == "works" and drift["closer"][0]["name"] == "sync::a[tp1]"
 
 
+def test_a_check_that_holds_and_measures_another_number_is_drift() -> None:
+    """A vision tower with another GELU: its check holds with the room that it had, and no golden looked there."""
+    before, after = (with_result(1, got=got, bound=0.02) for got in (0.00317, 0.00297))
+    drift = upgrade_drift.compare(before, after)
+    assert (drift["verdict"], [one["name"] for one in drift["moved"]], drift["closer"]) == ("drifted", ["sync::a[tp2]"], [])
+    assert drift["first"] == "1 checks that hold measure other numbers, sync::a[tp2] first: 0.0032 → 0.003, bound 0.02"
+    assert upgrade_drift.compare(before, with_result(1, got=0.003171, bound=0.02))["verdict"] == "works"  # rounding
+    assert upgrade_drift.compare(run_record(), with_result(1, values={"delta/x": 1.0}))["verdict"] == "drifted"
+
+
+def test_a_violation_is_told_with_its_cause() -> None:
+    """The cause that the gate's experiments name is the sentence that says where to look."""
+    violation = {"got": 1.4981266, "want": "relative error within the bound", "bound": 2e-6, "where": "tp 2, ff.net.0.proj.weight"}
+    told = {"cause": "halves swapped", "text": "the halves of x are exchanged in the rollout"}
+    drift = upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=told))
+    assert drift["first"] == (
+        "1 checks violated, sync::a[tp2] first: got 1.5, want relative error within the bound 2e-6, at tp 2, ff.net.0.proj.weight "
+        "(cause: halves swapped: the halves of x are exchanged in the rollout)"
+    )
+    text = upgrade_report.markdown(table(row_of(with_result(1, status="violated", violation=violation, diagnosis=told), run_record())))
+    assert "| halves swapped: the halves of x are exchanged in the rollout |" in text
+    unknown = {"cause": "", "text": "no known cause fits"}
+    assert "cause" not in upgrade_drift.compare(run_record(), with_result(1, status="violated", violation=violation, diagnosis=unknown))["first"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("inputs.ids.0", " (the tokens of a prompt)"),
+        ("embeds.0", " (the trainer's embedding of a prompt)"),
+        ("vendor.grid.audio", " (the vendor's schedule)"),
+        ("vendor.after.0.audio", " (the vendor's own loop)"),
+        ("tp4.base.video", " (the rollout at tensor parallel 4)"),
+        ("own.x", ""),
+    ],
+)
+def test_a_probe_is_told_with_the_part_of_the_chain_that_it_is_in(name: str, place: str) -> None:
+    assert upgrade_drift._place_of(name) == place
+
+
+@pytest.mark.parametrize(
+    ("error", "tolerance", "weakest", "says"),
+    [
+        (0.027, 6e-7, 2.2e-4, "is off by 0.027, 4.5e4 times its tolerance; that is 123 times the weakest known fault here"),
+        (3e-7, 6e-7, 2.2e-4, "is off by 3e-7, 0.5 of its tolerance; the weakest known fault here is 733 times that"),
+        (3e-7, 0.0, None, "is off by 3e-7, and was the same in every run"),
+    ],
+)
+def test_the_size_of_an_error_is_said_in_words(error: float, tolerance: float, weakest: float | None, says: str) -> None:
+    there = probe(outcome="changed", error=error, tolerance=tolerance, weakest=weakest, now="b")
+    drift = upgrade_drift.compare(run_record(goldens=[golden(probe())]), run_record(goldens=[golden(there)]))
+    assert drift["first"] == f"golden toy/plain-float32: actor.y (the actor) {says}"
+
+
 def probe(name: str = "actor.y", **fields: Any) -> dict[str, Any]:
     plain = {"name": name, "outcome": "same", "error": 0.0, "tolerance": 1e-6, "weakest": 1e-2, "bias": 0.0, "note": "", "now": "a"}
     return plain | fields
@@ -519,11 +573,14 @@ def test_what_ended_a_run_is_named(text: str, says: str) -> None:
     ("text", "says"),
     [
         ("", "wants tables"),
-        ("[[upgrade]]\n", "upgrade 1: with ="),
+        ("[[upgrade]]\n", "upgrade 1: with is missing"),
         ('[[upgrade]]\nwith = "a==1"\nexpect = "fine"\n', "'fine' is none of works, drifted"),
         ('[[upgrade]]\nwith = "a==1"\nexpect = "breaks"\n', "needs a reason"),
         ('[[upgrade]]\nwith = "a==1"\nwiht = "b"\n', "'wiht' is none of"),
         ('[[upgrade]]\nwith = "a==1"\noverride = "no"\n', "override = 'no' is neither"),
+        ('[[upgrade]]\nwith = "a==1"\n[[upgrade]]\nwith = 3\n', "upgrade 2: with = 3; wants a requirement"),
+        ('[[upgrade]]\nwith = "a==1"\n[[upgrade]]\nwith = ["b==1", "c=2"]\n', "upgrade 2: 'c=2' is no requirement"),
+        ('[[upgrade]]\nwith = "gone/c.whl"\n', "upgrade 1: gone/c.whl: there is no such file"),
         ('upgrade = ["a==1"]\n', "wants a table"),
         ("[[upgrade", "matrix.toml"),
     ],
@@ -537,7 +594,7 @@ def test_a_matrix_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says
 @pytest.mark.parametrize(
     ("request_text", "says"),
     [
-        ("peft=0.20", "is no requirement"),
+        ("peft=0.20", "--with: 'peft=0.20' is no requirement"),
         ("gone/peft.whl", "no such file"),
         ("", "is no requirement"),
         (f"{HERE}/", "is a folder; make a wheel"),
@@ -574,6 +631,49 @@ def test_the_key_of_a_run_follows_versions_sources_and_arguments(tmp_path: Path,
     assert question.key(here) not in keys
 
 
+def table(*rows: dict[str, Any]) -> dict[str, Any]:
+    """A record of these rows."""
+    return {
+        "schema": upgrade.SCHEMA, "port": "toy", "command": "x", "rows": list(rows), "notes": [], "degrees": [1],
+        "before": {"packages": {}, "python": "3", "cpu": "c"},
+    }  # fmt: skip
+
+
+def row_of(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    drift = upgrade_drift.compare(before, after)
+    return upgrade._row(upgrade.Request(("a==2",)), "toy") | {"drift": drift, "verdict": drift["verdict"], "first": drift["first"]}
+
+
+@pytest.mark.parametrize(("status", "message"), [("error", "ImportError: cannot import name 'g' from 'm'"), ("unavailable", "no engine")])
+def test_what_stops_many_checks_is_kept_and_told_once(tmp_path: Path, status: str, message: str) -> None:
+    results = [{"id": f"sync::{letter}", "degree": 1, "claim": letter, "status": "holds", "got": 0.0, "bound": 1.0} for letter in "abcdefgh"]
+    before = run_record(gate={"results": results})
+    stopped = [one | {"status": status, "message": message} for one in results[:6]]
+    bent = results[6] | {"status": "violated", "message": "x", "violation": {"got": 1, "want": 0}}
+    row = row_of(run_record(gate={"results": [*stopped, bent, results[7]]}), before)
+    upgrade._write(table(row), tmp_path)
+    kept = (tmp_path / "upgrade.json").read_text()
+    checks = json.loads(kept)["rows"][0]["drift"]["checks"]
+    assert [(one["message"], one["checks"]) for one in checks["stopped"]] == [(message, [f"sync::{letter}[tp1]" for letter in "abcdef"])]
+    assert [one["name"] for one in checks["rows"]] == ["sync::g[tp1]"] and checks["counts"] == row["drift"]["checks"]["counts"]
+    for view in ("upgrade.md", "upgrade.html"):
+        said = (tmp_path / view).read_text()
+        assert "sync::a" in said and "sync::g" in said and "sync::b" not in said and "sync::h" not in said
+        assert status == "error" or ("sync::a[tp1]" in said and "and 5 more" in said)
+    # What was written is read as what it was written of.
+    read = json.loads(kept)
+    assert upgrade_report.markdown(read) == (tmp_path / "upgrade.md").read_text()
+    assert upgrade_report.page(read) == (tmp_path / "upgrade.html").read_text()
+    assert upgrade_report.compact(read) == read
+
+
+def test_the_committed_table_is_what_the_writer_makes(tmp_path: Path) -> None:
+    folder = HERE.parent / "docs" / "upgrades"
+    upgrade._write(json.loads((folder / "h3.json").read_text()), tmp_path)
+    assert (tmp_path / "upgrade.json").read_text() == (folder / "h3.json").read_text()
+    assert (tmp_path / "upgrade.md").read_text() == (folder / "h3.md").read_text()
+
+
 def test_text_of_other_packages_is_no_markup() -> None:
     row = upgrade._row(upgrade.Request(("<b>|x",)), "toy") | {
         "verdict": "conflict",
@@ -581,9 +681,5 @@ def test_text_of_other_packages_is_no_markup() -> None:
         "conflict": ["<script>`"],
         "as_expected": False,
     }
-    record = {
-        "schema": upgrade.SCHEMA, "port": "toy", "command": "x", "rows": [row], "notes": [], "degrees": [1],
-        "before": {"packages": {}, "python": "3", "cpu": "c"},
-    }  # fmt: skip
-    assert "<script>" not in upgrade_report.page(record)
-    assert "<script>" not in upgrade_report.markdown(record)
+    assert "<script>" not in upgrade_report.page(table(row))
+    assert "<script>" not in upgrade_report.markdown(table(row))

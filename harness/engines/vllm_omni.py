@@ -164,6 +164,13 @@ class VllmOmniRollout:
     def remove_adapter(self) -> None:
         self.world.call(remove_adapter)
 
+    def suspend_adapter(self) -> None:
+        """As a request without an adapter leaves it: registered, and not active; `resume_adapter` makes it active again."""
+        self.world.call(suspend_adapter)
+
+    def resume_adapter(self, version: int) -> None:
+        self.world.call(resume_adapter, version)
+
     def adapter_version(self) -> int | None:
         versions = self.world.call(adapter_version)
         if any(version != versions[0] for version in versions):
@@ -426,18 +433,20 @@ class _MappedFile(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
+def _request(version: int) -> Any:
     from vllm.lora.request import LoRARequest
 
+    return LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep)  # an existing path; nothing is read from it
+
+
+def set_adapter(rank: Rank, state: dict[str, torch.Tensor], config: AdapterConfig, version: int) -> BindReport:
     manager, pipeline = rank.state["manager"], rank.state["pipeline"]
     parts = rank.state["spec"].hand_over(state, config, rank.size)
     old = manager.list_adapters()
     if version in old:  # the manager would keep the old weights and say nothing
         raise ValueError(f"adapter version {version} is already registered; hand new weights over under a new version")
     pipeline.pending[version] = (parts, config)
-    manager.set_active_adapter(
-        LoRARequest(lora_name=f"policy-{version}", lora_int_id=version, lora_path=os.sep)
-    )  # an existing path; nothing is read from it
+    manager.set_active_adapter(_request(version))
     for adapter in old:
         manager.remove_adapter(adapter)
     pipeline.pending.clear()
@@ -460,6 +469,14 @@ def remove_adapter(rank: Rank) -> None:
     manager.set_active_adapter(None)
     for adapter in manager.list_adapters():
         manager.remove_adapter(adapter)
+
+
+def suspend_adapter(rank: Rank) -> None:
+    rank.state["manager"].set_active_adapter(None)
+
+
+def resume_adapter(rank: Rank, version: int) -> None:
+    rank.state["manager"].set_active_adapter(_request(version))
 
 
 def adapter_version(rank: Rank) -> int | None:

@@ -17,6 +17,7 @@ REACHES = "sync::every_projection_reaches_the_rollout"
 BOUND = "sync::every_adapter_tensor_is_registered_and_bound"
 BASE = "sync::every_base_weight_arrives"
 NEWEST = "sync::the_newest_hand_over_is_the_one_in_effect"
+ASIDE = "sync::a_request_without_the_adapter_between_two_with_it_gets_the_base_model"
 EFFECT = "rollout::the_adapters_effect_is_the_actors"
 REPLAY = "rollout::velocity_replay_agrees_at_every_step"
 VELOCITY = "rollout::the_base_velocity_is_the_actors"
@@ -213,6 +214,28 @@ def last_rank_binds_once() -> Any:
 def one_rank_keeps_the_old_adapter(port: Port) -> Iterator[None]:
     """The last rank keeps the first adapter it got."""
     with inject.in_ranks(port, last_rank_binds_once):
+        yield
+
+
+def mask_stays_on() -> Any:
+    return inject.replace(_layers(), "suspend_lora", lambda original: lambda self: None)
+
+
+@fault("adapter", "engine", "objective", catches=[ASIDE], unless=fused, cause="adapter set aside goes on")
+def an_adapter_that_is_set_aside_goes_on_acting(port: Port) -> Iterator[None]:
+    """A request without an adapter names none as active, and the layers add the last one's."""
+    with inject.in_ranks(port, mask_stays_on):
+        yield
+
+
+def mask_stays_off() -> Any:
+    return inject.replace(_layers(), "resume_lora", lambda original: lambda self: None)
+
+
+@fault("adapter", "engine", "objective", catches=[ASIDE], unless=fused, cause="adapter set aside stays off")
+def an_adapter_that_was_set_aside_does_not_come_back(port: Port) -> Iterator[None]:
+    """After a request without an adapter the manager names it as active again, and no layer adds it."""
+    with inject.in_ranks(port, mask_stays_off):
         yield
 
 
