@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from loudfail.harness.case import Case, smallest
 from loudfail.harness.port import Port, need, offers, random_adapter
@@ -271,16 +272,27 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def other_kernels(_: object = None) -> Iterator[None]:
-    """Let torch take other kernels of its own for the same operations: attention by plain products, no oneDNN. Also entered in the ranks."""
+    """Let torch take other kernels of its own for the same operations: attention by plain products, no oneDNN. Also entered in the ranks, whose
+    models are then built afresh, see `without_tiles`."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), without_tiles():
             yield
     finally:
         torch.backends.mkldnn.set_flags(_enabled=before)
+
+
+@contextmanager
+def without_tiles(_: object = None) -> Iterator[None]:
+    """Hide AMX from vLLM, which chooses by it when a model is built: its kernels for AMX abort the process where oneDNN is off or kept from wide
+    instructions. Also entered in the ranks."""
+    import torch
+
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False):
+        yield
 
 
 def _nudged(values: State, seed: int | None, dtype: str) -> dict[str, torch.Tensor]:

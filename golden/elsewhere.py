@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loudfail.golden.cases import GoldenCase, cases_of, record_trace, threads
+from loudfail.golden.cases import GoldenCase, cases_of, record_trace, threads, without_tiles
 from loudfail.golden.store import GoldenError
-from loudfail.harness import environment
+from loudfail.harness import environment, inject
+from loudfail.harness.port import offers
 from loudfail.harness.registry import find_port
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def trace_elsewhere(port: Port, golden: GoldenCase, degrees: Sequence[int], devi
         "arguments": port.arguments() | ({"device": device} if device else {}),
         "case": golden.name,
         "degrees": [] if device else list(degrees),
+        "narrow": device is None,
     }
     with tempfile.TemporaryDirectory(prefix="loudfail-golden-") as folder:
         target = Path(folder) / "trace.safetensors"
@@ -76,7 +79,12 @@ def main(task: str, target: str) -> None:
     port = find_port(wanted["port"])(**wanted["arguments"])
     try:
         case = next(case for case in cases_of(port) if case.name == wanted["case"])
-        with threads(1):
+        with ExitStack() as stack:
+            stack.enter_context(threads(1))
+            if wanted["narrow"]:
+                stack.enter_context(without_tiles())
+            if wanted["narrow"] and offers(port, "engine"):
+                stack.enter_context(inject.in_ranks(port, without_tiles, rebuild=True))
             trace = record_trace(port, case, wanted["degrees"])
     finally:
         port.close()

@@ -86,11 +86,13 @@ def record(
         runs["rounding 1"] = run(RUNS["rounding 1"], nudge=1)
         runs["rounding 2"] = run(RUNS["rounding 2"], nudge=2)
         faults = {name: run(f"fault: {change.claim}", change=change) for name, change in golden.changes.items()}
+        port.close()  # the rollout's text encoder, too, is built for kernels
         with ExitStack() as stack:
             stack.enter_context(other_kernels())
             if offers(port, "engine"):
-                stack.enter_context(inject.in_ranks(port, other_kernels, 1))
+                stack.enter_context(inject.in_ranks(port, other_kernels, 1, rebuild=True))
             runs["kernels"] = run(RUNS["kernels"])
+        port.close()
     with ExitStack() as stack:
         stack.enter_context(threads(2))
         if offers(port, "engine"):
