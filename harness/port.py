@@ -123,7 +123,8 @@ class RowTable:
         values: modality → the row contents that enter the model, ``(rows of that modality, width)``, in row order; text excluded.
         output: modality → the raw output rows of the model for the same rows, without the port's sign; gradients are retained if they are on. Of
             the generated rows alone where the model has no output for given ones. The velocity must be made of these tensors, which a slice of the
-            output is not: where modalities share one output, the hook returns it put together from them.
+            output is not: where modalities share one output, the hook returns it put together from them. Of a batch, the whole output
+            ``(B, rows, width)``, and under ``"sample"`` a tensor with this sample's place in it.
     """
 
     modality: tuple[str, ...]

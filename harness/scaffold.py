@@ -6,6 +6,7 @@ import keyword
 import re
 import string
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from loudfail.harness.options import UsageProblem
@@ -30,12 +31,15 @@ def write(name: str, parent: Path) -> tuple[Path, str, str]:
         The folder, the port's module, and its class.
 
     Raises:
-        UsageProblem: the name gives no Python identifier, or something of that name is there already.
+        UsageProblem: the name gives no Python identifier, the module would hide one that can be imported (``torch``), or something of that name is
+            there already.
     """
     words = [word for word in re.split(r"[^A-Za-z0-9]+", name) if word]
     module, cls = "_".join(words).lower(), "".join(word[0].upper() + word[1:] for word in words)
-    if not module.isidentifier() or keyword.iskeyword(module) or not name.isascii():
+    if not module.isidentifier() or keyword.iskeyword(module) or not name.isascii() or "/" in name:
         raise UsageProblem(f"{name!r} gives no module name; use letters, digits and dashes, a letter first, such as my-model")
+    if find_spec(module) is not None:
+        raise UsageProblem(f"{name!r} would hide the module {module} that is installed; take another name, such as my-{module}")
     folder = parent / "-".join(words)
     if folder.exists():
         raise UsageProblem(f"{folder} is there already; nothing was changed")

@@ -122,10 +122,13 @@ def the_loss_reaches_generated_rows_and_no_given_row(port: Port, case: Case) -> 
     for index, table in enumerate(tables):
         for modality in port.modalities:
             output = table.output[modality]
-            require(output.grad is not None, got="no gradient", want="a gradient on the raw output", where=modality)
+            require(output.grad is not None, got="no gradient", want="a gradient on RowTable.output, not on a slice or copy of it", where=modality)
             grad = output.grad
             assert grad is not None  # for the type checker
-            grad = grad[int(table.output.get("sample", torch.tensor(0)))] if output.ndim == 3 else grad
+            if output.ndim == 3:
+                place = table.output.get("sample")
+                require(place is not None or len(grad) == 1, got="none", want='the place in the batch, RowTable.output["sample"]', where=modality)
+                grad = grad[0 if place is None else int(place)]
             size = grad.abs().sum(dim=-1).cpu()
             given = table.given_of(modality)
             where = f"sample {index}, {modality}, given {case.given}"

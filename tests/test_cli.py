@@ -187,6 +187,8 @@ def test_a_degree_that_does_not_divide_the_heads(loudfail: Loudfail) -> None:
         (("list", "schedule::grid_descend"), "nearest: schedule::grid_descends"),
         (("require", "nowhere.json"), "cannot be read: No such file or directory"),
         (("new", "3d-model"), "gives no module name"),
+        (("new", "torch"), "would hide the module torch that is installed"),
+        (("new", "../somewhere/else"), "gives no module name"),
         (("frobnicate",), "invalid choice: 'frobnicate'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -158,6 +158,37 @@ class Late(Titled):
         return velocity, tables
 
 
+class Sliced(PackedPort):
+    """Hands on slices of the output, of which the velocity is not made."""
+
+    def observe(self, *call: Any) -> Any:
+        velocity, tables = super().observe(*call)
+        for table in tables:
+            table.output = {m: rows[:] for m, rows in table.output.items()}
+        return velocity, tables
+
+
+class Batched(PackedPort):
+    """Hands on the output of the whole batch and not which sample is which."""
+
+    def observe(self, *call: Any) -> Any:
+        velocity, tables = super().observe(*call)
+        whole = {m: torch.stack([table.output[m] for table in tables]) for m in self.modalities}
+        for output in whole.values():
+            if output.requires_grad:
+                output.retain_grad()
+        for table in tables:
+            table.output = whole
+        return {m: v.detach() + whole[m][:, ~tables[0].given_of(m)].mean() for m, v in velocity.items()}, tables
+
+
+@pytest.mark.parametrize(("port", "want"), [(Sliced, "not on a slice"), (Batched, 'RowTable.output["sample"]')])
+def test_an_output_that_no_gradient_can_be_read_off_says_what_is_wanted(port: type[PackedPort], want: str) -> None:
+    invariant = next(one for one in INVARIANTS if one.id == "conditions::the_loss_reaches_generated_rows_and_no_given_row")
+    result = runner.run(invariant, port(), shrink=False)
+    assert result.violation is not None and want in result.violation["want"], result
+
+
 def test_rows_that_are_told_no_level_have_the_same_layout_in_a_batch() -> None:
     invariant = next(one for one in registry.invariants() if one.id == "packing::a_samples_layout_does_not_depend_on_its_neighbours")
     assert runner.run(invariant, Titled(), None).status == "holds"

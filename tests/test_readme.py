@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 #: A block of commands; those under the comment are cheap enough to be run here.
 BLOCK = re.compile(r"(?P<runs><!-- runs -->\n)?```console\n(?P<body>.*?)```", re.DOTALL)
 
@@ -81,6 +81,16 @@ def test_the_violation_that_is_shown_is_one_of_the_suite() -> None:
     shown = re.search(r"^VIOLATED (\S+?)\[tp2\]\n +claim  (.*)$", TEXT, re.MULTILINE)
     assert shown is not None
     assert {one.id: one.claim for one in invariants()}.get(shown[1]) == shown[2]
+
+
+def test_the_counts_of_a_new_port_are_those_that_the_page_shows() -> None:
+    from loudfail.harness.options import Options
+    from loudfail.harness.registry import invariants
+
+    shown = re.search(r"^holds: (\d+) holds, (\d+) uncovered of (\d+) ", (ROOT / "docs" / "porting.md").read_text(), re.MULTILINE)
+    assert shown is not None
+    holds, uncovered, total = map(int, shown.groups())
+    assert total == holds + uncovered == sum(len(Options("any").degrees) if one.per_degree else 1 for one in invariants())
 
 
 def test_the_records_are_documented_as_they_are() -> None:
