@@ -30,6 +30,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: error: {message}\n")
 
 
+def _processes_given(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; 0 is this one alone")
+    return int(text)
+
+
 K_HELP = """run only checks whose id or seam matches, as pytest's -k: `objective::` is that link, `objective` all that needs that seam too;
 the certificate is then not complete"""
 
@@ -45,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     gate.add_argument("port", metavar="PORT", help=PORT_HELP)
     opts.add_options(gate, opts.PORT_OPTIONS, opts.RUN_OPTIONS)
     gate.add_argument("-k", metavar="EXPRESSION", help=K_HELP)
-    gate.add_argument("-n", metavar="N", type=int, help="spread over N processes, 0 for this one alone (default: up to 4, by processors)")
+    gate.add_argument(
+        "-n", metavar="N", type=_processes_given, help="spread over N processes, 0 for this one alone (default: up to 4, by processors)"
+    )
     gate.set_defaults(act=_gate)
 
     faults = verbs.add_parser(

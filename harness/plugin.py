@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import os
+import re
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -202,7 +203,8 @@ class Run:
         config.addinivalue_line("markers", "xdist_group(name): what stays in one worker of pytest-xdist")
         self.config = config
         self.worker = hasattr(config, "workerinput")
-        self.spread = not self.worker and config.getoption("dist", "no") != "no"  # the controller of pytest-xdist, which runs nothing itself
+        # The controller of pytest-xdist, which runs nothing itself.
+        self.spread = not self.worker and config.getoption("dist", "no") != "no" and bool(config.getoption("tx", None))
         if self.spread and config.option.dist == "load":
             config.option.dist = "loadgroup"
         if self.spread and config.option.maxworkerrestart is None:
@@ -322,7 +324,14 @@ class Run:
             self.results.append(revive(record))
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Keep a worker's facts; what only a worker could find wrong with the command line (a degree) ends the run as it does in one process.
+
+        Raises:
+            pytest.UsageError: the worker's own.
+        """
+        if found := re.search(r"^\S*UsageError: (.*)", str(error or ""), re.DOTALL | re.MULTILINE):
+            raise pytest.UsageError(found[1].strip())
         self.facts = _merge(self.facts, getattr(node, "workeroutput", {}).get("loudfail") or {})
 
     def pytest_keyboard_interrupt(self) -> None:

@@ -90,6 +90,12 @@ def test_what_a_process_took_with_it_is_an_error(tmp_path: Path) -> None:
     assert status["every_rank_answers", 2] == "error" and status["every_rank_answers", 1] == "holds"
 
 
+def test_a_degree_that_a_process_refuses_is_a_usage_error(tmp_path: Path) -> None:
+    done = in_processes(tmp_path, "toyports:OddOnly")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "ERROR: --tp: 3 heads cannot be divided over 2 ranks" in done.stderr and not (tmp_path / "out" / "gate.json").exists()
+
+
 def test_known_failures_need_a_reason_and_must_still_fail(loudfail: Loudfail, tmp_path: Path) -> None:
     file = tmp_path / "known.toml"
     file.write_text('"schedule::grid_is_uniform" = "shifted on purpose"\n')
@@ -180,6 +186,7 @@ def test_a_degree_that_does_not_divide_the_heads(loudfail: Loudfail) -> None:
         (("gate", "toyports:Toy", "--examples", "0"), "at least 1 input"),
         (("gate", "toyports:Toy", "--expect", "nowhere.toml"), "--expect nowhere.toml"),
         (("gate", "toyports:Toy", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("gate", "toyports:Toy", "-n", "-1"), "'-1' is no number of processes"),
         (("gate",), "the following arguments are required: PORT"),
         (("gate", "toyports:Toy", "--out", "/proc/nowhere"), "--out /proc/nowhere: cannot be used"),
         (("faults", "toyports:Toy", "schedule::squared_gird"), "nearest: schedule::squared_grid"),

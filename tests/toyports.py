@@ -59,6 +59,16 @@ class Ranked(Toy):
             engine.world.close()
 
 
+class OddOnly(Ranked):
+    """Says before any rank is started that its heads cannot be divided."""
+
+    name = "odd-only"
+
+    def check_degree(self, degree: int) -> None:
+        if 3 % degree:
+            raise ValueError(f"3 heads cannot be divided over {degree} ranks")
+
+
 class DoesNotDivide(Ranked):
     """Three heads."""
 
