@@ -80,6 +80,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
         "causes_velocity:told",
         "causes_velocity:batch",
         "causes_velocity:without_given",
+        "causes_velocity:sharded",
     ),
     "advantages": ("causes_rewards:advantages",),
     "update": ("causes_rewards:advantages",),

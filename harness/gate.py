@@ -29,6 +29,8 @@ SCHEMA = "loudfail.report/1"
 FILES = ("report.json", "gate.json", "summary.md", "junit.xml", "report.html")
 #: How the message of a check begins that was not carried out because the port failed its first check.
 NOT_RUN = "not run: "
+#: The message of a check that was declared and never begun, such as one that was left to a process that was killed.
+NOT_REACHED = f"{NOT_RUN}the session ended before it"
 
 
 #: Seams that bring an oracle for sign and time axis; without any of them a port only agrees with itself.

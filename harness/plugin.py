@@ -369,16 +369,14 @@ class Run:
 
     def _complete(self) -> None:
         """Bring the results into the order in which they were declared; a check without a result is an error, not passed over."""
-        from loudfail.harness.gate import NOT_RUN, split_name
+        from loudfail.harness.gate import NOT_REACHED, split_name
         from loudfail.harness.result import Result
 
         by_name = {result.name: result for result in self.results}
         for name in self.declared:
             if name not in by_name:
                 check, degree = split_name(name)
-                by_name[name] = Result(
-                    check, check, "error", degree, message=f"{NOT_RUN}the session ended before it", rerun=self.gate.rerun(check, degree)
-                )
+                by_name[name] = Result(check, check, "error", degree, message=NOT_REACHED, rerun=self.gate.rerun(check, degree))
         self.results = [by_name[name] for name in self.declared]
 
     def _selection(self) -> str:

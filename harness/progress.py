@@ -136,10 +136,12 @@ class GateTerminal:
         record = self.run.record if self.run is not None else None
         if self.run is None or record is None:
             return
-        from loudfail.harness.gate import uncovered_seams
+        from loudfail.harness.gate import NOT_REACHED, uncovered_seams
 
         if self.stopped:
             self.line.print(f"{sum(self.stopped.values())} checks were not run, since the port does not work")
+        elif lost := sum(result.message == NOT_REACHED for result in self.run.results):
+            self.line.print(f"checks that were not run, since the session ended before them: {lost}; the first ERROR above says why")
         elif missing := uncovered_seams(record["seams"]):
             self.line.print("seams that this port does not offer, and the methods that are missing:")
             for text in missing:

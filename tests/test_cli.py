@@ -86,6 +86,8 @@ def test_what_a_process_took_with_it_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["verdict"] != "holds" and report["declared"] == 5
+    lost = sum(one["message"] == "not run: the session ended before it" for one in report["results"])
+    assert lost and f"the session ended before them: {lost};" in done.stdout
     status = {(one["id"].split("::")[1], one["degree"]): one["status"] for one in report["results"]}
     assert status["every_rank_answers", 2] == "error" and status["every_rank_answers", 1] == "holds"
 

@@ -11,6 +11,7 @@ import torch
 
 from loudfail.golden import cases
 from loudfail.golden.verify import verify
+from loudfail.harness import registry, runner
 from loudfail.harness.case import LONG_PROMPT, Case, smallest
 from loudfail.harness.compare import relative_error
 from loudfail.harness.ports.ltx2 import LTX2
@@ -120,7 +121,10 @@ def test_the_engine_as_released_is_another_model_at_degree_two() -> None:
         want = port.predict_velocity(latents, sigmas, conditions)
     try:
         errors = {degree: relative_error(port.engine(degree).velocity(latents, sigmas, conditions)["video"], want["video"]) for degree in (1, 2)}
+        claim = next(one for one in registry.invariants() if one.id == "conditions::the_rollout_treats_given_frames_as_the_vendor_does")
+        given = runner.run(claim, port, 2, explain=True)
     finally:
         port.close()
     assert errors[1] < 1e-6
     assert errors[2] > 0.05
+    assert given.diagnosis is not None and given.diagnosis["cause"] == "computed over a shard"
