@@ -68,6 +68,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
         "causes_velocity:sharded",
         "causes_velocity:replay",
         "causes_velocity:without_given",
+        "causes_inputs:given",
         "causes_velocity:told",
         "causes_velocity:batch",
         "causes_velocity:walked",

@@ -183,6 +183,7 @@ class Gate:
                 found[key] = read()
             except Exception as error:
                 found.setdefault("problems", []).append(f"{key}: {type(error).__name__}: {error}")
+                found["unread"] = found.get("unread", False) or key != "layout"  # without a layout the report lacks a picture, no more
         return found
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -212,7 +213,7 @@ class Gate:
 
         Args:
             results: one for each check that was declared for it.
-            facts: of the process that holds the port.
+            facts: of the process that holds the port. Where it could not say what ran (a rank died after its last check), nothing is certified.
             peak: resident bytes of all processes.
             selection: how the run was restricted, if it was.
             total: checks that the suite has for these degrees.
@@ -223,7 +224,7 @@ class Gate:
         return {
             "schema": SCHEMA,
             "port": identity.get("port", {}).get("port", getattr(self.cls, "name", self.options.port)),
-            "verdict": verdict(list(results)),
+            "verdict": "error" if facts.get("unread") else verdict(list(results)),
             "declared": len(results),
             "counts": counts(list(results)),
             "seconds": round(time.perf_counter() - self.started, 3),

@@ -394,9 +394,10 @@ class Run:
 
 
 def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Facts of two workers: classes of both, everything else of the first that knows it."""
+    """Facts of two workers: classes and problems of both, everything else of the first that knows it."""
     merged = {key: one.get(key) or other.get(key) for key in {**one, **other}}
-    return merged | {"classes": sorted({*(one.get("classes") or []), *(other.get("classes") or [])})}
+    problems = dict.fromkeys([*(one.get("problems") or []), *(other.get("problems") or [])])
+    return merged | {"classes": sorted({*(one.get("classes") or []), *(other.get("classes") or [])}), "problems": list(problems)}
 
 
 def _simple(facts: dict[str, Any]) -> Any:

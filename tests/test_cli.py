@@ -98,6 +98,12 @@ def test_a_degree_that_a_process_refuses_is_a_usage_error(tmp_path: Path) -> Non
     assert "ERROR: --tp: 3 heads cannot be divided over 2 ranks" in done.stderr and not (tmp_path / "out" / "gate.json").exists()
 
 
+def test_a_gate_that_cannot_say_what_ran_does_not_hold(loudfail: Loudfail, tmp_path: Path) -> None:
+    ran = loudfail("gate", "toyports:ForgetsWhatRan", "--out", tmp_path / "out")
+    assert ran.code == 1 and "note: classes: RuntimeError: rank 0 of 1 died" in ran.out, ran.text
+    assert json.loads((tmp_path / "out" / "gate.json").read_text())["verdict"] == "error"
+
+
 def test_known_failures_need_a_reason_and_must_still_fail(loudfail: Loudfail, tmp_path: Path) -> None:
     file = tmp_path / "known.toml"
     file.write_text('"schedule::grid_is_uniform" = "shifted on purpose"\n')

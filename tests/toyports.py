@@ -91,6 +91,15 @@ class Dies(Ranked):
         return os._exit(0) if degree == 2 else super().engine(degree)
 
 
+class ForgetsWhatRan(Toy):
+    """Cannot say in the end which classes ran, as one whose rank has died by then."""
+
+    name = "forgets"
+
+    def classes(self) -> list[str]:
+        raise RuntimeError("rank 0 of 1 died")
+
+
 class Counting:
     """Ranks that know their number."""
 
