@@ -41,8 +41,8 @@ def compare(before: Run, after: Run) -> dict[str, Any]:
     Returns:
         ``verdict``; ``first``: the sentence that decides it; ``checks``: counts by kind and a row for each check that differs; ``api``: broken
         interfaces, each with how many checks it stops; ``goldens``: a row each; ``seams_lost``; ``moved``: checks that hold and measure
-        another number, so that something changed, maybe where no golden looks; ``closer``: those among them with much less room; ``timings``: seconds
-        before and after; ``notes``: what is wrong before the upgrade already.
+        another number, so that something changed, maybe where no golden looks; ``closer``: checks that hold with much less room, however little
+        their number moved; ``timings``: seconds before and after; ``notes``: what is wrong before the upgrade already.
     """
     checks, api = _checks(before, after), _interfaces(before, after)
     goldens = _goldens(before, after)
@@ -242,7 +242,7 @@ def _golden(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def _probe(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
     same = before is not None and before["now"] == after["now"]
-    tolerance, error, weakest = (_number(after.get(key)) for key in ("tolerance", "error", "weakest"))
+    tolerance, error, weakest = (number(after.get(key)) for key in ("tolerance", "error", "weakest"))
     return {
         "name": after["name"],
         "outcome": "same" if same else "drifted" if after["outcome"] != "changed" else "changed",
@@ -251,7 +251,7 @@ def _probe(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[s
         "ratio": error / tolerance if error is not None and tolerance else None,
         "weakest": weakest,
         "to_weakest": weakest / error if weakest and error else None,
-        "bias": _number(after.get("bias")),
+        "bias": number(after.get("bias")),
         "note": after.get("note") or "",
         "outside_before": before is not None and before["outcome"] == "changed",
     }
@@ -262,10 +262,6 @@ def _group(name: str, members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ratios = [ratio for one in members if one["outcome"] != "same" and (ratio := one.get("ratio")) is not None]
     worst = next((kind for kind in ("changed", "drifted") if any(one["outcome"] == kind for one in members)), "same")
     return {"name": name, "outcome": worst, "count": len(members), "ratio": max(ratios, default=None)}
-
-
-def _number(value: object) -> float | None:
-    return None if value is None or isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # numbers, or "nan" and "inf" as text
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------------------------------------
@@ -297,7 +293,7 @@ def _closer(before: Run, after: Run) -> list[dict[str, Any]]:
         was = old.get(name)
         if was is None or not was["status"] == now["status"] == "holds":
             continue
-        got, bound, earlier = _number(now.get("got")), _number(now.get("bound")), _number(was.get("got"))
+        got, bound, earlier = number(now.get("got")), number(now.get("bound")), number(was.get("got"))
         if got and bound and earlier is not None and got / bound > NEAR and got > CLOSER * earlier:
             found.append({"name": name, "before": earlier, "got": got, "bound": bound})
     return sorted(found, key=lambda row: -row["got"] / row["bound"])
