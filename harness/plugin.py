@@ -240,8 +240,23 @@ class Run:
         workers = self.config.workerinput["workercount"] if self.worker else 1  # type: ignore[attr-defined]
         return max(1, min(len(self.gate.options.degrees), workers - 1))
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Deal to the workers by number: pytest-xdist deals to whichever is ready first, and then the rollout's imports that worker 0 has begun are
+        another's to begin again."""
+        if config.option.dist != "loadgroup":
+            return None
+        from xdist.scheduler import LoadGroupScheduling
+
+        class ByNumber(LoadGroupScheduling):
+            @property
+            def nodes(self) -> list[Any]:
+                return sorted(super().nodes, key=lambda node: int(node.gateway.id.removeprefix("gw")))
+
+        return ByNumber(config, log)
+
     def _rolls_out(self) -> bool:
-        """Whether this process will ask the rollout: pytest-xdist deals the largest groups first, one to a worker."""
+        """Whether this process will ask the rollout: the largest groups are dealt first, one to a worker."""
         return not self.worker or int(self.config.workerinput["workerid"].removeprefix("gw")) < self._groups()  # type: ignore[attr-defined]
 
     @functools.cached_property

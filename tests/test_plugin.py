@@ -148,3 +148,16 @@ def test_loading_the_plugin_imports_nothing_heavy() -> None:
 def test_the_invariants_folder_is_found() -> None:
     plugin._folders.cache_clear()
     assert all((folder / "schedule.py").is_file() for folder in plugin._folders())
+
+
+def test_work_is_dealt_to_the_workers_by_number_whichever_is_ready_first():
+    """Worker 0 imports for the rollout while it collects; were the rollout's checks dealt to another, they would wait for a second import."""
+    from types import SimpleNamespace
+
+    from loudfail.harness.plugin import Run
+
+    config = SimpleNamespace(option=SimpleNamespace(dist="loadgroup"), getvalue=lambda name: ["popen"] * 3)
+    scheduler = Run.pytest_xdist_make_scheduler(Run.__new__(Run), config, None)
+    for name in ("gw2", "gw10", "gw0"):
+        scheduler.add_node(SimpleNamespace(gateway=SimpleNamespace(id=name)))
+    assert [node.gateway.id for node in scheduler.nodes] == ["gw0", "gw2", "gw10"]
