@@ -153,11 +153,14 @@ def test_the_invariants_folder_is_found() -> None:
 def test_work_is_dealt_to_the_workers_by_number_whichever_is_ready_first():
     """Worker 0 imports for the rollout while it collects; were the rollout's checks dealt to another, they would wait for a second import."""
     from types import SimpleNamespace
+    from unittest.mock import Mock
 
     from loudfail.harness.plugin import Run
 
     config = SimpleNamespace(option=SimpleNamespace(dist="loadgroup"), getvalue=lambda name: ["popen"] * 3)
     scheduler = Run.pytest_xdist_make_scheduler(Run.__new__(Run), config, None)
     for name in ("gw2", "gw10", "gw0"):
-        scheduler.add_node(SimpleNamespace(gateway=SimpleNamespace(id=name)))
+        node = Mock()
+        node.gateway.id = name
+        scheduler.add_node(node)
     assert [node.gateway.id for node in scheduler.nodes] == ["gw0", "gw2", "gw10"]
