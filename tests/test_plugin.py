@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -150,17 +151,17 @@ def test_the_invariants_folder_is_found() -> None:
     assert all((folder / "schedule.py").is_file() for folder in plugin._folders())
 
 
-def test_work_is_dealt_to_the_workers_by_number_whichever_is_ready_first():
+def test_the_rollouts_checks_go_to_worker_0_whichever_is_ready_first() -> None:
     """Worker 0 imports for the rollout while it collects; were the rollout's checks dealt to another, they would wait for a second import."""
-    from types import SimpleNamespace
-    from unittest.mock import Mock
-
-    from loudfail.harness.plugin import Run
-
-    config = SimpleNamespace(option=SimpleNamespace(dist="loadgroup"), getvalue=lambda name: ["popen"] * 3)
-    scheduler = Run.pytest_xdist_make_scheduler(Run.__new__(Run), config, None)
-    for name in ("gw2", "gw10", "gw0"):
-        node = Mock()
+    option = SimpleNamespace(dist="loadgroup", loadscopereorder=True)
+    config = SimpleNamespace(option=option, getvalue=lambda name: ["popen"] * 3)
+    scheduler = plugin.Run.pytest_xdist_make_scheduler(plugin.Run.__new__(plugin.Run), config, None)
+    checks = [f"actor::{i}" for i in range(9)] + [f"engine::{i}@rollout0" for i in range(9)]
+    nodes = {name: Mock(shutting_down=False) for name in ("gw2", "gw10", "gw0")}
+    for name, node in nodes.items():
         node.gateway.id = name
         scheduler.add_node(node)
-    assert [node.gateway.id for node in scheduler.nodes] == ["gw0", "gw2", "gw10"]
+        scheduler.add_node_collection(node, checks)
+    scheduler.schedule()
+    first = {name: node.send_runtest_some.call_args_list[0].args[0] for name, node in nodes.items()}
+    assert first == {"gw0": list(range(9, 18)), "gw2": [0], "gw10": [1]}
