@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,7 +69,8 @@ class FusedPort(Port):
         super().__init__(scale=name, weights=weights, device=device, dtype=dtype)
         preload(*PRELOAD)  # let the rollout import while the actor does
         self._engines: dict[int, VllmOmniRollout] = {}
-        self._places: dict[str, dict[str, str]] = {}  # adapter → PEFT's name of a factor → the parameter's
+        #: Adapter → PEFT's name of a factor → a layer's dictionary of adapters and the way to the parameter from there.
+        self._places: dict[str, dict[str, tuple[torch.nn.Module, attrgetter[Any]]]] = {}
         self._encoding: WeakSet[World] = WeakSet()  # worlds that hold a text encoder
 
     def arguments(self) -> dict[str, Any]:
@@ -243,8 +245,13 @@ class FusedPort(Port):
 
             where = {value.data_ptr(): place for place, value in self.actor.named_parameters()}
             saved = get_peft_model_state_dict(self.actor, adapter_name=name)
-            self._places[name] = {key: where[value.data_ptr()] for key, value in saved.items()}
-        return {key: self.actor.get_parameter(place) for key, place in self._places[name].items()}
+            places: dict[str, tuple[torch.nn.Module, attrgetter[Any]]] = {}
+            # The dictionary of a layer's adapters stays when one of them is added anew; what is in it does not.
+            for key, value in saved.items():
+                layer, _, leaf = f"{where[value.data_ptr()]}.".rpartition(f".{name}.")
+                places[key] = self.actor.get_submodule(layer), attrgetter(f"{name}.{leaf}".rstrip("."))
+            self._places[name] = places
+        return {key: within(layer) for key, (layer, within) in self._places[name].items()}
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:

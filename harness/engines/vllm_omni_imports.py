@@ -22,6 +22,7 @@ with contextlib.suppress(ImportError):
     import vllm
     import vllm.distributed
     import vllm.lora.lora_model  # noqa: F401
+    import vllm_omni.diffusion.distributed.hsdp  # and with it PEFT and Diffusers
     import vllm_omni.diffusion.lora.manager  # noqa: F401
 
     import loudfail.harness.engines.vllm_omni  # noqa: F401
