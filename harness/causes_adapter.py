@@ -683,25 +683,27 @@ def gradient(trial: Trial) -> Diagnosis | None:
             along = {n: g for n, g in gradients.items() if factor in n and g is not None}
             size = math.sqrt(sum(float(g.double().square().sum()) for g in along.values()))
             reach = math.sqrt(sum(float(parameters[n].detach().double().square().sum()) for n in along))
-            step = 5e-4 * reach / size
-            ends = []
+            step = port.bound(float32=5e-4, bfloat16=3e-3) * reach / size
+            kept, ends, predicted = {n: parameters[n].detach().clone() for n in along}, [], 0.0
             with torch.no_grad():
                 for sign in (1, -1):
                     for n, g in along.items():
                         parameters[n].add_(g, alpha=sign * step)
+                        predicted += sign * float(((parameters[n].double() - kept[n].double()) * g.double()).sum())
                     ends.append(float(weighted(modality, port.predict_velocity(*call)[modality])))
-                    for n, g in along.items():
-                        parameters[n].sub_(g, alpha=sign * step)
-            ratios[modality, factor] = (ends[0] - ends[1]) / (2 * step) / size**2
-    off = {key: ratio for key, ratio in ratios.items() if abs(ratio - 1) > 0.02}
+                    for n in along:
+                        parameters[n].copy_(kept[n])
+            ratios[modality, factor] = (ends[0] - ends[1]) / predicted
+    near = port.bound(float32=0.02, bfloat16=0.25)
+    off = {key: ratio for key, ratio in ratios.items() if abs(ratio - 1) > near}
     if not off:
         return None
     modalities, factors = {m for m, _ in off}, {f for _, f in off}
     where = " and ".join(sorted(modalities)) if len(modalities) < len(out) else f"factor {factors.pop()[-1]}" if len(factors) == 1 else "every tensor"
     mean = sum(off.values()) / len(off)
     spread = max(abs(ratio / mean - 1) for ratio in off.values())
-    if mean < 0 and trial.fits("gradient reversed", max(abs(r + 1) for r in off.values()), 0.02):
+    if mean < 0 and trial.fits("gradient reversed", max(abs(r + 1) for r in off.values()), near):
         return trial.found("gradient reversed", f"the gradient of {where} points the other way", spread)
-    if trial.fits("gradient scaled", spread, 0.03):
+    if trial.fits("gradient scaled", spread, port.bound(float32=0.03, bfloat16=0.3)):
         return trial.found("gradient scaled", f"the gradient of {where} is {1 / mean:.3g} times what it should be", spread)
     return None

@@ -85,6 +85,8 @@ def run(options: Options, names: Sequence[str], text: str = "") -> int:
         f"{counts} of {len(kills)} · {len(alarms)} false alarms · {record['not_applicable']} not applicable · "
         f"weakest margin {'none' if weakest is None else f'{weakest:.3g}×'} · {record['seconds']:.1f} s"
     )
+    if part := sum(kill.outcome == "caught" and bool(kill.message) for kill in kills):
+        line.print(f"{part} of those caught by some of their checks only: {options.dtype} hides them from the others")
     if marked := record["diagnosis"]["marked"]:
         wrong = record["diagnosis"]["misdiagnosed"]
         line.print(f"diagnosis: {marked - len(wrong)} of {marked} named rightly{', misdiagnosed: ' if wrong else ''}{', '.join(wrong)}")
@@ -136,7 +138,7 @@ def _matrix(
         kills.append(kill)
         margin = f"{kill.margin:.3g}×" if kill.margin is not None and math.isfinite(kill.margin) else "exact" if kill.margin else ""
         text = f"{len(kills):>3} of {len(faults)}  {kill.outcome:<8} {kill.fault:<64} {margin:>10} {kill.seconds:5.1f} s"
-        line.print(text if kill.outcome == "caught" else f"{text}\n      {kill.message}")
+        line.print(f"{text}\n      {kill.message}" if kill.message else text)
         if kill.misdiagnosed:
             line.print(f"      MISDIAGNOSED as {kill.named or 'nothing known'}, not {kill.cause}: {kill.diagnosis}")
         for result in kill.results:

@@ -27,12 +27,13 @@ class Kill:
 
     Attributes:
         fault: its id.
-        outcome: ``caught``: every invariant named for it was violated (per-degree ones at each degree at which the fault shows);
-            ``crashed``: one of them ended in an error instead; ``escaped``: one of them held; ``inert``: the broken code never ran.
+        outcome: ``caught``: every invariant named for it was violated (per-degree ones at each degree at which the fault shows), or, in a dtype whose
+            rounding may hide it from some, one of them; ``crashed``: one of them ended in an error instead; ``escaped``: one of them held;
+            ``inert``: the broken code never ran.
         results: the named invariants' results under the fault.
         fired: how often the broken code ran.
         margin: smallest ``got / bound`` over the violated measurements; infinite where the bound is zero.
-        message: why it is not caught.
+        message: why it is not caught, or which of its checks the dtype's rounding hides it from.
         cause: the name that the diagnosis must give; empty where none is asked for.
         named: the name that it gave; empty if none fits, None if none was asked for.
         diagnosis: its sentence.
@@ -67,6 +68,8 @@ def obstacle(fault: Fault, port: Port) -> str:
         return f"the port does not offer {', '.join(lacking)}"
     if fault.ports and port.name not in fault.ports:
         return f"it breaks a part that only {', '.join(fault.ports)} has"
+    if fault.exact and port.dtype != "float32":
+        return f"it changes no more than {port.dtype} rounds away; float32 shows it"
     return fault.unless(port)
 
 
@@ -131,12 +134,11 @@ def kill(
         result.outcome, result.message = "crashed", f"{broken.name}: {broken.message}"
     elif fired.count == 0:
         result.outcome, result.message = "inert", "the broken code never ran"
-    elif statuses <= {"violated"}:
-        result.outcome = "caught"
-        result.margin = min(_margin(one) for one in result.results)
     else:
-        held = [f"{one.name} {one.status}" for one in result.results if one.status != "violated"]
-        result.message = ", ".join(held)
+        result.message = ", ".join(f"{one.name} {one.status}" for one in result.results if one.status != "violated")
+        if statuses <= {"violated"} or ("violated" in statuses and port.dtype != "float32"):
+            result.outcome = "caught"
+            result.margin = min(_margin(one) for one in result.results if one.status == "violated")
     return result
 
 

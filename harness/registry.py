@@ -90,6 +90,7 @@ class Fault:
         ports: names of ports whose own parts it breaks; empty for any port with the seams.
         unless: port → why it is no fault there, such as a part that the port does not have; empty where it is one.
         cause: the name that `loudfail.harness.diagnose` must give the mistake; empty where it has none.
+        exact: it changes no more than bfloat16 rounds away, so that float32 alone shows it.
     """
 
     id: str
@@ -103,6 +104,7 @@ class Fault:
     ports: tuple[str, ...] = ()
     unless: Callable[[Any], str] = lambda port: ""
     cause: str = ""
+    exact: bool = False
 
 
 _invariants: dict[str, Invariant] = {}
@@ -156,6 +158,7 @@ def fault(
     ports: Iterable[str] = (),
     unless: Callable[[Any], str] = lambda port: "",
     cause: str = "",
+    exact: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a generator function ``(port)`` that breaks something, yields once, and mends it, as a fault. See `Fault` for the arguments."""
 
@@ -167,7 +170,7 @@ def fault(
         if not doc:
             raise TypeError(f"{name}: a fault says in its docstring what is wrong")
         claim, inject = _claim(doc), contextmanager(function)
-        _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless, cause)
+        _faults[name] = Fault(name, claim, doc, inject, source, tuple(catches), seams, tuple(degrees), tuple(ports), unless, cause, exact)
         return function
 
     return register

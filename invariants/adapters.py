@@ -269,7 +269,7 @@ def adapter_strength_grows_with_b(port: Port) -> None:
     A saturated, clipped or cached adapter path breaks proportionality. Oracle: the derivative of a smooth function. Not covered: large adapters.
     """
     case = smallest(port, seed=4)
-    state = scaled(random_adapter(port, port.adapter, 9), port.bound(float32=2e-3, bfloat16=2e-2))
+    state = scaled(random_adapter(port, port.adapter, 9), port.bound(float32=2e-3, bfloat16=0.1))
     with port.using(None):
         base = velocity(port, case)
     port.load_adapter("default", state)
@@ -279,7 +279,7 @@ def adapter_strength_grows_with_b(port: Port) -> None:
     for modality in port.modalities:
         effect = once[modality] - base[modality]
         require_at_least(relative_error(once[modality], base[modality]), port.bound(float32=1e-5, bfloat16=1e-3), where=f"{modality}, effect")
-        require_close(twice[modality] - base[modality], 2 * effect, bound=port.bound(float32=0.02, bfloat16=1.0), where=f"{modality}, doubled")
+        require_close(twice[modality] - base[modality], 2 * effect, bound=port.bound(float32=0.02, bfloat16=0.4), where=f"{modality}, doubled")
 
 
 @invariant("adapter", "objective")
@@ -295,7 +295,7 @@ def the_gradient_is_the_derivative_of_the_velocity(port: Port) -> None:
     call = case.normal("latents", port.shapes(case)), case.sigmas("sigmas", port.modalities), port.conditions(case)
     weights = case.normal("weights", port.shapes(case))
     parameters = port.trainable()
-    bound = port.bound(float32=0.04, bfloat16=1.0)
+    bound = port.bound(float32=0.04, bfloat16=0.4)
     generator = case.generator("directions")
     worst: Violation | None = None
     for modality in port.modalities:
@@ -311,9 +311,9 @@ def the_gradient_is_the_derivative_of_the_velocity(port: Port) -> None:
             for kind, direction in [("random", r) for r in random] + [("its own", gradient)]:
                 length = sum(float(d.double().square().sum()) for d in direction.values()) ** 0.5
                 reach = sum(float(parameters[n].detach().double().square().sum()) for n in chosen) ** 0.5
-                step = port.bound(float32=0.0005, bfloat16=0.1) * reach / length  # curvature is a quarter of a per cent there, rounding less
-                slope = _slope(port, call, weights, modality, {n: parameters[n] for n in chosen}, direction, step)
-                predicted = sum(float((gradient[n].double() * direction[n].double()).sum()) for n in chosen)
+                # Curvature is a quarter of a per cent in float32, rounding less; both are about a tenth in bfloat16. Along itself it bends early.
+                step = port.bound(float32=0.0005, bfloat16=0.003 if kind == "its own" else 0.1) * reach / length
+                slope, predicted = _slopes(port, call, weights, modality, {n: parameters[n] for n in chosen}, direction, gradient, step)
                 # What a random direction of this length would give on average; along the gradient itself it is the slope.
                 expected = max(abs(predicted), size * length / sum(d.numel() for d in direction.values()) ** 0.5)
                 error, where = abs(slope - predicted) / expected, f"{modality}, {factor}, {kind} direction"
@@ -325,14 +325,18 @@ def the_gradient_is_the_derivative_of_the_velocity(port: Port) -> None:
 
 
 @torch.no_grad()
-def _slope(port: Port, call: tuple, weights: dict, modality: str, parameters: dict, direction: dict, step: float) -> float:
-    """Central difference of the weighted velocity of one modality along a direction."""
-    values = []
+def _slopes(
+    port: Port, call: tuple, weights: dict, modality: str, parameters: dict, direction: dict, gradient: dict, step: float
+) -> tuple[float, float]:
+    """Central difference of the weighted velocity of one modality along a direction, and what a gradient predicts for the way that was gone: in
+    bfloat16 the parameters go where they can be rounded to."""
+    kept, values, predicted = {name: parameter.clone() for name, parameter in parameters.items()}, [], 0.0
     for sign in (1, -1):
         for name, parameter in parameters.items():
             parameter.add_(direction[name], alpha=sign * step)
+            predicted += sign * float(((parameter.double() - kept[name].double()) * gradient[name].double()).sum())
         out = port.predict_velocity(*call)[modality]
         values.append(float((out.double().cpu() * weights[modality].double()).sum()))
         for name, parameter in parameters.items():
-            parameter.sub_(direction[name], alpha=sign * step)
-    return (values[0] - values[1]) / (2 * step)
+            parameter.copy_(kept[name])
+    return (values[0] - values[1]) / (2 * step), predicted / (2 * step)

@@ -184,7 +184,7 @@ def require_gradient(got: Gradient, want: Gradient, bound: float, where: str, sc
 
 
 def bound_of(port: Port) -> float:
-    return port.bound(float32=1e-4, bfloat16=0.1)
+    return port.bound(float32=1e-4, bfloat16=0.03)
 
 
 def flow_match(one: Learned, weight: torch.Tensor) -> Gradient:

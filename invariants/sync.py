@@ -15,7 +15,7 @@ from loudfail.harness.violation import Violation
 #: Probe vectors; as many as the largest rank, so that two different deltas of that rank cannot agree on all of them.
 PROBES = 64
 #: Bounds, relative to the adapter's effect on one projection. Measured on clean ports: float32 ≤ 4e-7, bfloat16 ≤ 6e-3.
-FLOAT32, BFLOAT16 = 5e-6, 6e-2
+FLOAT32, BFLOAT16 = 5e-6, 2e-2
 
 
 def expected_response(port: Port, state: dict[str, torch.Tensor], config: AdapterConfig, seed: int) -> dict[str, torch.Tensor]:

@@ -120,6 +120,19 @@ def test_a_fault_that_a_port_cannot_have_says_why(kind: Any, name: str, why: str
     assert list(port.trainable()) == list(kind().trainable()) and not any(p.requires_grad for p in port.base_state().values())
 
 
+def test_in_bfloat16_one_check_must_see_a_fault_and_in_float32_all(odd: OddPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounding may hide a fault from a check, which is said; what it hides from all of them is not injected."""
+    deaf = "packing::unpacking_restores_every_value"
+    fault = next(one for one in registry.faults() if one.id == "rewards::the_total_is_the_videos_only")
+    more = replace(fault, catches=(*fault.catches, deaf))
+    assert killmatrix.kill(more, odd, INVARIANTS, (1,)).outcome == "escaped" and not killmatrix.obstacle(replace(fault, exact=True), odd)
+    monkeypatch.setattr(odd, "dtype", "bfloat16")
+    kill = killmatrix.kill(more, odd, INVARIANTS, (1,))
+    assert kill.outcome == "caught" and kill.margin is not None and kill.message == f"{deaf} holds"
+    assert killmatrix.kill(replace(fault, catches=(deaf,)), odd, INVARIANTS, (1,)).outcome != "caught"
+    assert "bfloat16 rounds away" in killmatrix.obstacle(replace(fault, exact=True), odd)
+
+
 def test_a_fault_that_nothing_here_could_see_is_not_applicable(odd: OddPort, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its scorers have no model whose input is known: the tone that would tell arrives nowhere, on the clean port either."""
     exchanged, blind = "rewards::channels_and_samples_are_exchanged", "rewards::the_reward_is_blind_to_the_prompt"

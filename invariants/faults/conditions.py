@@ -320,7 +320,7 @@ def _anchored_at_the_other_end() -> AbstractContextManager[Any]:
     return inject.replace(packed_sequence, "minimax_h3_packed_sequence", make)
 
 
-@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="NVIDIA/TensorRT-LLM PR #18733 (review)", ports=("h3",))
+@fault("objective", "engine", "condition", "vendor", catches=[ROLLOUT], source="NVIDIA/TensorRT-LLM PR #18733 (review)", ports=("h3",), exact=True)
 def the_rollout_anchors_by_the_index_in_the_list(port: Port) -> Iterator[None]:
     """The rollout anchors a lone last frame at the beginning."""
     with inject.in_ranks(port, _anchored_at_the_other_end):

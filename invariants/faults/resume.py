@@ -137,7 +137,7 @@ def adapters_are_loaded_into_each_other(port: Port) -> Iterator[None]:
         yield
 
 
-@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="modelscope/DiffSynth-Studio PR #1025", unless=another_trainer)
+@fault(*SEAMS, catches=[SAME, BACK, FRESH], source="modelscope/DiffSynth-Studio PR #1025", unless=another_trainer, exact=True)
 def a_checkpoint_is_rounded(port: Port) -> Iterator[None]:
     """Adapters are written in half the precision that they train in."""
     with _saved(port, lambda tensors: {n: v.bfloat16().float() if n.startswith("adapter/") else v for n, v in tensors.items()}):

@@ -158,7 +158,7 @@ def two_tokens_swapped() -> Any:
     return inject.replace(MiniMaxH3DenoiseBranch, "__init__", make)
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit 786dd36c (token ids)", ports=["h3"])
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit 786dd36c (token ids)", ports=["h3"], exact=True)
 def two_prompt_tokens_change_places(port: Port) -> Iterator[None]:
     """The engine sees the prompt with two neighbouring tokens exchanged."""
     with inject.in_ranks(port, two_tokens_swapped):
@@ -214,7 +214,7 @@ def rotary_positions_start_at_zero() -> Any:
     return inject.replace(packed_sequence, "_video_t_grid", make)
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="vllm-omni #4443; verl-omni commit fe48aeee", ports=["h3"])
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="vllm-omni #4443; verl-omni commit fe48aeee", ports=["h3"], exact=True)
 def video_positions_ignore_the_prompts_length(port: Port) -> Iterator[None]:
     """The engine's rotary clock of the video starts at zero instead of after the prompt."""
     with inject.in_ranks(port, rotary_positions_start_at_zero):
@@ -308,7 +308,7 @@ def rounded_to_bfloat16() -> Any:
     return _engine_velocity(lambda original, *args: {m: v.bfloat16().float() for m, v in original(*args).items()})
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291", unless=fused, cause="rounded to bfloat16")
+@fault("objective", "engine", "adapter", catches=[VELOCITY, EFFECT], source="vllm-omni #2291", unless=fused, cause="rounded to bfloat16", exact=True)
 def the_engine_answers_in_bfloat16(port: Port) -> Iterator[None]:
     """The engine's velocity is rounded to bfloat16 on its way out."""
     with inject.in_ranks(port, rounded_to_bfloat16):
@@ -441,7 +441,7 @@ def context_tokens_swapped() -> Any:
     return _contexts(swap)
 
 
-@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
+@fault("objective", "engine", "adapter", catches=[VELOCITY, REPLAY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"], exact=True)
 def a_context_token_is_halved(port: Port) -> Iterator[None]:
     """Of hundreds of tokens of context, the engine has the second one at half its size, and the third before it."""
     with inject.in_ranks(port, context_tokens_swapped):
@@ -452,7 +452,7 @@ def context_cut() -> Any:
     return _contexts(lambda context: context[:, :128])
 
 
-@fault("objective", "engine", "adapter", catches=[LONG, VELOCITY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"])
+@fault("objective", "engine", "adapter", catches=[LONG, VELOCITY], source="verl-omni commit b6cd74b4 (#357)", ports=["ltx2"], exact=True)
 def the_engine_cuts_contexts_at_128_tokens(port: Port) -> Iterator[None]:
     """The engine attends to the first third of the context."""
     with inject.in_ranks(port, context_cut):

@@ -547,7 +547,7 @@ def rounded_to_bfloat16(model: type) -> Any:
     return _hand_over(model, change)
 
 
-@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", unless=fused, cause="LoRA rounded")
+@fault("adapter", "engine", catches=[REACHES, EFFECT], source="vllm-omni #2291", unless=fused, cause="LoRA rounded", exact=True)
 def the_hand_over_rounds_to_bfloat16(port: Port) -> Iterator[None]:
     """The adapter crosses in bfloat16 although both sides run in float32."""
     with inject.in_ranks(port, rounded_to_bfloat16, model_of(port)):
