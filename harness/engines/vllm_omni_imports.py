@@ -18,14 +18,16 @@ logging.disable(logging.WARNING)
 atexit.register(os._exit, 0)
 
 with contextlib.suppress(ImportError):
-    import torch  # noqa: F401
+    import torch
     import vllm
     import vllm.distributed
     import vllm.lora.lora_model  # noqa: F401
-    import vllm_omni.diffusion.distributed.hsdp  # and with it PEFT and Diffusers
     import vllm_omni.diffusion.lora.manager  # noqa: F401
 
     import loudfail.harness.engines.vllm_omni  # noqa: F401
+
+    if torch.version.cuda is None:  # with a GPU it asks the GPU for its abilities, and no rank could be forked after that
+        import vllm_omni.diffusion.distributed.hsdp  # noqa: F401  and with it PEFT and Diffusers, a second of each rank
 
 # What was imported is never garbage: collections in the ranks need not look at it, nor copy its pages.
 gc.collect()
