@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):
     import vllm
     import vllm.distributed
     import vllm.lora.lora_model  # noqa: F401
-    import vllm_omni.diffusion.lora.manager  # noqa: F401
+    import vllm_omni.diffusion.lora.manager
 
     import loudfail.harness.engines.vllm_omni  # noqa: F401
 

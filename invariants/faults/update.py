@@ -182,7 +182,7 @@ def a_base_weight_decays(port: Port) -> Iterator[None]:
 
     def decay(run: Any) -> None:
         with torch.no_grad():
-            one.mul_(1 - 1e-5)
+            one.mul_(1 - max(1e-5, torch.finfo(one.dtype).eps))  # what the weight can hold
 
     with mended(port), _improve(port, after=decay):
         yield
