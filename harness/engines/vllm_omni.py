@@ -346,7 +346,7 @@ def start(rank: Rank) -> None:
 
 
 #: Bytes that a pipe takes before its reader reads.
-_CHUNK = 2**16
+_CHUNK = 2**15
 
 
 def sum_through_pipes(rank: Rank, tensor: torch.Tensor, members: Sequence[int]) -> torch.Tensor:

@@ -26,7 +26,7 @@ with contextlib.suppress(ImportError):
 
     import loudfail.harness.engines.vllm_omni  # noqa: F401
 
-    if torch.version.cuda is None:  # with a GPU it asks the GPU for its abilities, and no rank could be forked after that
+    if not torch.backends.cuda.is_built():  # with a GPU it asks the GPU for its abilities, and no rank could be forked after that
         import vllm_omni.diffusion.distributed.hsdp  # noqa: F401  and with it PEFT and Diffusers, a second of each rank
 
 # What was imported is never garbage: collections in the ranks need not look at it, nor copy its pages.
