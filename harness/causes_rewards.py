@@ -165,6 +165,10 @@ def _edited(
             with reward.watch() as arrivals:
                 reward.score([media[0]], [prompts[0]])
             waves = [v for a in arrivals for v in (a.value if isinstance(a.value, list) else []) if getattr(v, "ndim", 0) == 1]
+            # The middle, since resampling a constant leaves waves at its ends.
+            flat = any(float(v[len(v) // 4 : -(len(v) // 4)].std()) < 0.01 * float(parts[0].waveform.std()) for v in waves if len(v) >= 8)
+            if trial.says("modality missing", flat):
+                return trial.found("modality missing", f"a scorer's model gets one number for all of {modality}: its time was averaged away")
             if trial.says("waveform in integer range", any(float(abs(v).max()) > 100 for v in waves)):
                 return trial.found(
                     "waveform in integer range", f"a scorer's model gets {modality} of up to ±{max(float(abs(v).max()) for v in waves):.0f}"
@@ -212,15 +216,15 @@ def total(trial: Trial) -> Diagnosis | None:
         Mistake("total averaged", "the total is the mean of the weighted sub-scores, not their sum", off(want / len(names))),
         Mistake("total normalized over the batch", "the total is normalized over the batch", off(spread)),
     ]
-    for size in range(1, len(names)):
+    for size in range(1, len(names) + 1):
         for lost in itertools.combinations(names, size):
-            text = f"the total lacks {', '.join(lost)}"
+            text = f"the total lacks {', '.join(lost)}" if size < len(names) else "the total is 0: no sub-score is in it"
             mistakes.append(Mistake("sub-scores missing from the total", text, off(want - torch.stack([parts[n] for n in lost]).sum(0))))
     if (found := trial.first(mistakes, bound)) is not None:
         return found
     a, b = have - have.mean(), want - want.mean()
     slope = float((a * b).sum() / b.square().sum())
-    if len(have) > 2 and trial.fits("total normalized over the batch", float((a - slope * b).abs().max()), bound):
+    if len(have) > 2 and float(a.abs().max()) > bound and trial.fits("total normalized over the batch", float((a - slope * b).abs().max()), bound):
         text = f"the total is {slope:.3g} times the weighted sum and shifted to a mean of {float(have.mean()):.3g}"
         return trial.found("total normalized over the batch", text)
     return None
